@@ -53,6 +53,10 @@ std::string hex(std::span<const uint8_t> bytes) {
   return text;
 }
 
+bool is_hex(std::string_view text, size_t bytes) {
+  return text.size() == 2 * bytes && text.find_first_not_of("0123456789abcdef") == std::string_view::npos;
+}
+
 Digest digest_of(std::span<const std::byte> bytes) {
   const Xxh3Hash hash = widest().hash(bytes.data(), bytes.size());
   return canonical({hash.low, hash.high});

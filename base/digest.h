@@ -13,7 +13,8 @@
 
 namespace torpor {
 
-std::string hex(std::span<const uint8_t> bytes);  // lower case
+std::string hex(std::span<const uint8_t> bytes);   // lower case
+bool is_hex(std::string_view text, size_t bytes);  // whether hex() of so many bytes can be this
 
 struct Digest {
   std::array<uint8_t, 16> bytes{};

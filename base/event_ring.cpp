@@ -18,6 +18,7 @@
 #include <fmt/core.h>
 
 #include "base/process.h"
+#include "base/text.h"
 
 namespace torpor {
 namespace {
@@ -134,7 +135,7 @@ Result<EventSource> read_event_head(const char (&magic)[9], std::span<const std:
   if (within(head.monotonic_ns) != head.monotonic_ns || within(head.wall_ns) != head.wall_ns)
     return damaged("the head of the events has impossible times");
   head.role[sizeof head.role - 1] = '\0';
-  return EventSource{.role = head.role,
+  return EventSource{.role = harmless(head.role),
                      .rank = head.rank,
                      .pid = head.pid,
                      .process_start = head.process_start,

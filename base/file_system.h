@@ -100,9 +100,13 @@ class Directory {
 class FileSystem {
  public:
   virtual ~FileSystem() = default;
-  // Open a directory. `create`: make it and its missing parents (0700), durably.
+  // Open a directory; its path() is then plain_path(). `create`: make it and its missing parents (0700), durably.
   virtual Result<std::unique_ptr<Directory>> open_directory(const std::string& path, bool create) = 0;
 };
+
+// Return `path` as an absolute one, without "." and ".." in it and without a slash at its end: what follows its last
+// slash is a name. No link is read.
+std::string plain_path(const std::string& path);
 
 // Return the machine's file system. It lives for the whole process.
 FileSystem& linux_file_system();

@@ -148,8 +148,9 @@ class LinuxDirectory final : public Directory {
   Result<std::unique_ptr<Directory>> create_directory(std::string_view name) override {
     TORPOR_RETURN_IF_ERROR(check_component(name));
     if (::mkdirat(fd_.get(), std::string(name).c_str(), kDirectoryMode) != 0) {
-      return system_error(errno, fmt::format("cannot make the directory {}", join(name)),
-                          "check the directory's permissions");
+      const int problem = errno;
+      return system_error(problem, fmt::format("cannot make the directory {}", join(name)),
+                          problem == EEXIST ? "move what is there away" : "check the directory's permissions");
     }
     if (::fchmodat(fd_.get(), std::string(name).c_str(), kDirectoryMode, 0) != 0) {  // a umask may have removed bits
       return system_error(errno, fmt::format("cannot set the permissions of {}", join(name)));
@@ -343,9 +344,8 @@ class LinuxFileSystem final : public FileSystem {
       return Error{
           .code = Code::kInvalidArgument, .what = "the directory's path is empty", .next_step = "name a directory"};
     }
-    const boost::filesystem::path absolute = boost::filesystem::absolute(path).lexically_normal();
-    if (create) TORPOR_RETURN_IF_ERROR(make_directories(absolute));
-    const std::string text = absolute.string();
+    const std::string text = plain_path(path);
+    if (create) TORPOR_RETURN_IF_ERROR(make_directories(text));
     TORPOR_ASSIGN_OR_RETURN(Descriptor fd, guarded(::open(text.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC),
                                                    fmt::format("cannot open the directory {}", text)));
     TORPOR_RETURN_IF_ERROR(check_owned(fd.get(), text));
@@ -390,6 +390,11 @@ void File::pread_all(std::span<FilePart> parts) const {
 
 void File::pwrite_all(std::span<FilePart> parts) {
   for (FilePart& part : parts) part.status = pwrite(part.bytes, part.offset);
+}
+
+std::string plain_path(const std::string& path) {
+  const boost::filesystem::path normal = boost::filesystem::absolute(path).lexically_normal();
+  return (normal.filename_is_dot() ? normal.parent_path() : normal).string();  // "a/" is "a/." there
 }
 
 FileSystem& linux_file_system() {

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <iterator>
 #include <memory>
+#include <string>
 #include <string_view>
 
 #include <fmt/format.h>
@@ -11,6 +12,8 @@
 #include <spdlog/logger.h>
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
+
+#include "base/text.h"
 
 namespace torpor {
 namespace {
@@ -47,11 +50,15 @@ void Log::write(LogLevel level, fmt::string_view text, fmt::format_args args) no
     const spdlog::level::level_enum at = spdlog_level(level);
     if (!logger().should_log(at)) return ok();
     fmt::basic_memory_buffer<char, kLineBytes> line;
+    std::string escaped;  // of a line with text that somebody else has chosen
     const Status made = try_catch([&]() -> Status {
       fmt::vformat_to(std::back_inserter(line), text, args);
+      const std::string_view whole(line.data(), line.size());
+      if (!is_harmless(whole)) escaped = harmless(whole);
       return ok();
     });
-    logger().log(at, made ? fmt::string_view(line.data(), line.size()) : text);
+    const fmt::string_view shown = escaped.empty() ? fmt::string_view(line.data(), line.size()) : escaped;
+    logger().log(at, made ? shown : text);
     return ok();
   });
 }

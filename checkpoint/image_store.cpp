@@ -46,6 +46,14 @@ Result<bool> has_image(const Directory& store) {
   return !generations.empty();
 }
 
+// Return whether the directory has only what is there before an image is committed and after it was taken.
+Result<bool> has_only_leftovers(const Directory& store) {
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, store.list());
+  return std::all_of(entries.begin(), entries.end(), [](const Entry& entry) {
+    return (entry.kind == EntryKind::kFile && entry.name == kLockFile) || is_leftover(entry);
+  });
+}
+
 std::optional<int32_t> ended_position(std::string_view name) {
   if (!name.starts_with(kEndedPrefix)) return std::nullopt;
   const std::string_view digits = name.substr(kEndedPrefix.size());
@@ -118,7 +126,7 @@ struct Locked {
 
 // `path`: ends with the image's directory.
 Result<Locked> lock_image(FileSystem& file_system, const std::string& path) {
-  const boost::filesystem::path place = boost::filesystem::path(path).lexically_normal();
+  const boost::filesystem::path place = plain_path(path);
   Locked found{.images = {}, .name = place.filename().string(), .path = path, .store = {}, .lock = {}};
   const auto open = [&]() -> Status {
     TORPOR_ASSIGN_OR_RETURN(found.images, file_system.open_directory(place.parent_path().string(), false));
@@ -342,21 +350,21 @@ Result<std::vector<std::string>> ImageStore::remove_leftovers(bool dry_run) {
     if (!all) return all.error();
     TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, (*all)->list());
     for (const Entry& entry : entries) {
-      if (entry.kind != EntryKind::kDirectory) continue;
-      const Result<bool> is_leftover = [&]() -> Result<bool> {
+      if (entry.kind != EntryKind::kDirectory || !is_name(entry.name)) continue;
+      const Result<bool> is_gone = [&]() -> Result<bool> {
         TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> store, (*all)->open_directory(entry.name));
-        TORPOR_ASSIGN_OR_RETURN(const bool there, has_image(*store));
-        if (there || dry_run) return !there;
+        TORPOR_ASSIGN_OR_RETURN(const bool left, has_only_leftovers(*store));
+        if (!left || dry_run) return left;
         TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> lock, store->lock(kLockFile));
-        TORPOR_ASSIGN_OR_RETURN(const bool since, has_image(*store));
-        if (since) return false;
+        TORPOR_ASSIGN_OR_RETURN(const bool still, has_only_leftovers(*store));  // an image may be there since
+        if (!still) return false;
         TORPOR_RETURN_IF_ERROR((*all)->remove_tree(entry.name));
         return true;
       }();
-      if (is_leftover) {
-        if (*is_leftover) gone.push_back(entry.name);
-      } else if (is_leftover.error().code != Code::kUnavailable && is_leftover.error().code != Code::kNotFound) {
-        return is_leftover.error();
+      if (is_gone) {
+        if (*is_gone) gone.push_back(entry.name);
+      } else if (is_gone.error().code != Code::kUnavailable && is_gone.error().code != Code::kNotFound) {
+        return is_gone.error();
       }
     }
     return gone;

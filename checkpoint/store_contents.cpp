@@ -80,7 +80,7 @@ Result<std::vector<std::string>> leftovers_in(const Directory& store) {
   TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, store.list());
   std::vector<std::string> names;
   for (const Entry& entry : entries) {
-    if (entry.name.starts_with(kStagingPrefix) || entry.name.starts_with(kTrashPrefix)) names.push_back(entry.name);
+    if (is_leftover(entry)) names.push_back(entry.name);
   }
   return names;
 }

@@ -22,7 +22,7 @@ bool is_slept_on(const Directory& store, uint64_t generation);
 // kUnavailable: an engine sleeps on it.
 Status remove_generation(Directory& store, uint64_t generation);
 Result<std::string> hide_generation(Directory& store, uint64_t generation);  // only renames; returns the new name
-// Return the names that a killed writer left.
+// Return the names that a killed writer left (is_leftover()).
 Result<std::vector<std::string>> leftovers_in(const Directory& store);
 Status remove_leftovers(Directory& store);
 // Remove the checkpoints that the retention no longer keeps and no engine sleeps on; return their names. `dry_run`:

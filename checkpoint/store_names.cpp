@@ -20,6 +20,17 @@ std::optional<uint64_t> generation_of(std::string_view entry_name) {
   return generation;
 }
 
+bool is_leftover(const Entry& entry) {
+  const std::string_view name = entry.name;
+  if (entry.kind != EntryKind::kDirectory) return false;
+  if (name.starts_with(kTrashPrefix)) return generation_of(name.substr(kTrashPrefix.size())).has_value();
+  if (name == kPulledAnswers) return true;
+  if (name.starts_with(kPullPrefix)) return is_hex(name.substr(kPullPrefix.size()), sizeof(SealId));
+  if (!name.starts_with(kStagingPrefix)) return false;
+  const std::string_view number = name.substr(kStagingPrefix.size());
+  return generation_of(fmt::format("{}{}", kGenerationPrefix, number)).has_value();
+}
+
 Result<std::vector<uint64_t>> generations_in(const Directory& store) {
   TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, store.list());
   std::vector<uint64_t> generations;

@@ -22,6 +22,8 @@ inline constexpr std::string_view kAnswersFolder = "answers";  // a server's res
 inline constexpr std::string_view kGenerationPrefix = "g-";    // committed
 inline constexpr std::string_view kStagingPrefix = "s-";       // under construction
 inline constexpr std::string_view kTrashPrefix = "t-";         // being removed
+inline constexpr std::string_view kPullPrefix = "s-pull-";     // a checkpoint that is being pulled; then its id
+inline constexpr std::string_view kPulledAnswers = "s-pull-answers";  // a response log that is being pulled
 
 // Next step if the host of a rank does not see the directory of the others.
 inline constexpr const char* kShareIt =
@@ -32,6 +34,9 @@ inline constexpr uint64_t kMostExpansion =
 
 std::string generation_name(uint64_t generation);                    // "g-000042"
 std::optional<uint64_t> generation_of(std::string_view entry_name);  // none: another name
+// Return whether this is a directory that torpor made for a checkpoint under construction or being removed. Whoever
+// holds the lock of the directory of checkpoints may remove it. All else belongs to others, whatever its name.
+bool is_leftover(const Entry& entry);
 
 Result<std::vector<uint64_t>> generations_in(const Directory& store);  // committed, oldest first
 // Read a file. kCorruption: it is larger than `most` bytes; nothing is allocated then.

@@ -7,6 +7,7 @@
 #include <fmt/core.h>
 
 #include "base/seal.h"
+#include "base/text.h"
 #include "console/event_page.h"
 #include "console/schema.h"
 #include "engine/phases.h"
@@ -33,7 +34,7 @@ void each_field(const std::array<std::string_view, 2>& names, uint64_t value, co
   add(names[1], low_of(value));
 }
 
-std::string dump(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); }
+std::string dump(const Json& json) { return harmless_json(json.dump(-1, ' ', false, Json::error_handler_t::replace)); }
 
 std::string csv_cell(std::string text) {
   if (text.find_first_of(",\"\n") == std::string::npos) return text;

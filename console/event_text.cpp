@@ -6,6 +6,8 @@
 
 #include <fmt/core.h>
 
+#include "base/text.h"
+
 namespace torpor::console {
 
 std::optional<EventText> EventTexts::add(const Event& event) {
@@ -24,12 +26,13 @@ std::optional<EventText> EventTexts::add(const Event& event) {
   std::memcpy(bytes + 24, &event.b, 8);
   for (const char c : bytes) {
     if (c == '\0') break;
-    const auto code = static_cast<unsigned char>(c);
-    part.words += code < 0x20 || code == 0x7f ? '?' : c;
+    part.words += c;
   }
   ++part.next;
   if ((event.from & kLastPart) == 0) return std::nullopt;
-  EventText text{static_cast<TextKind>(kind), event.request, event.transfer, std::move(part.words)};
+  // Inputs are JSON, which is read again.
+  EventText text{static_cast<TextKind>(kind), event.request, event.transfer,
+                 static_cast<TextKind>(kind) == TextKind::kInput ? harmless_json(part.words) : harmless(part.words)};
   open_.erase({kind, event.request, event.transfer});
   if (text.kind == TextKind::kRequestName) {
     if (names_.size() > kMostNames) names_.clear();

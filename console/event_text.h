@@ -18,8 +18,7 @@ struct EventText {
   std::string words;
 };
 
-// Texts of one source. Control characters are replaced by "?", because a text may have been written to change a
-// terminal.
+// Texts of one source, harmless (base/text.h): one may have been written to change a terminal.
 class EventTexts {
  public:
   // Add an event. Return the text that it completes, if any.

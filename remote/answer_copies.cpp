@@ -6,6 +6,7 @@
 #include <fmt/core.h>
 #include <nlohmann/json.hpp>
 
+#include "base/digest.h"
 #include "base/page_buffer.h"
 #include "checkpoint/store_names.h"
 
@@ -16,16 +17,14 @@ using Json = nlohmann::ordered_json;
 constexpr int kAnswersFormat = 1;
 constexpr uint64_t kMostFiles = 100;
 constexpr uint64_t kMostLogBytes = uint64_t{1} << 40;
-constexpr int kAttempts = 5;                             // a log replaces its files by newer ones now and then
-constexpr std::string_view kStaging = "s-pull-answers";  // the next writer removes it like any other staging
+constexpr int kAttempts = 5;  // a log replaces its files by newer ones now and then
 
 std::string answers_key(std::string_view hash) { return fmt::format("{}{}", kAnswersPrefix, hash); }
 
-bool has_only(std::string_view text, size_t count, std::string_view digits) {
-  return text.size() == count && text.find_first_not_of(digits) == std::string_view::npos;
-}
 bool is_log_file(std::string_view name) {
-  return name == "tenants.secret" || (name.starts_with("answers-") && has_only(name.substr(8), 12, "0123456789"));
+  if (name == "tenants.secret") return true;
+  return name.starts_with("answers-") && name.size() == 20 &&
+         name.find_first_not_of("0123456789", 8) == std::string_view::npos;
 }
 
 Error damaged_answers(std::string_view what) {
@@ -91,7 +90,7 @@ Result<std::vector<IndexedFile>> decode_files(std::string_view text) {
     if (file.bytes > kMostLogBytes || each["parts"].size() != (file.bytes + kPartBytes - 1) / kPartBytes)
       return damaged_answers("a file has another size than its parts");
     for (const Json& part : each["parts"]) {
-      if (!part.is_string() || !has_only(part.get<std::string>(), 64, "0123456789abcdef"))
+      if (!part.is_string() || !is_hex(part.get<std::string>(), sizeof(ManifestMac)))
         return damaged_answers("a part has no hash");
       file.parts.push_back(part);
     }
@@ -125,6 +124,10 @@ Status set_aside(Directory& target, std::string_view index) {
 
 }  // namespace
 
+bool is_answers_key(std::string_view key) {
+  return key.starts_with(kAnswersPrefix) && is_hex(key.substr(kAnswersPrefix.size()), sizeof(ManifestMac));
+}
+
 Result<std::string> push_answers(FileSystem& file_system, const std::string& directory, ObjectStore& store) {
   return try_catch([&]() -> Result<std::string> {
     TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> from, file_system.open_directory(directory, false));
@@ -151,14 +154,14 @@ Status pull_answers(FileSystem& file_system, ObjectStore& store, const std::stri
   return try_catch([&]() -> Status {
     TORPOR_ASSIGN_OR_RETURN(const std::vector<IndexedFile> files, read_answers(store, index));
     TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> target, file_system.open_directory(directory, true));
-    if (target->open_directory(kStaging)) TORPOR_RETURN_IF_ERROR(target->remove_tree(kStaging));
-    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> staging, target->create_directory(kStaging));
+    if (target->open_directory(kPulledAnswers)) TORPOR_RETURN_IF_ERROR(target->remove_tree(kPulledAnswers));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> staging, target->create_directory(kPulledAnswers));
     PageBuffer memory;
     TORPOR_ASSIGN_OR_RETURN(const std::span<std::byte> room, room_in(memory));
     for (const IndexedFile& file : files) TORPOR_RETURN_IF_ERROR(pull_file(store, file, *staging, room));
     TORPOR_RETURN_IF_ERROR(staging->sync());
     TORPOR_RETURN_IF_ERROR(set_aside(*target, index));
-    TORPOR_RETURN_IF_ERROR(target->rename_new(kStaging, kAnswersFolder));
+    TORPOR_RETURN_IF_ERROR(target->rename_new(kPulledAnswers, kAnswersFolder));
     return target->sync();
   });
 }

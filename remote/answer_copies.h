@@ -13,6 +13,7 @@
 namespace torpor::remote {
 
 inline constexpr std::string_view kAnswersPrefix = "answers/";
+bool is_answers_key(std::string_view key);  // whether push_answers() can have made it
 
 // Return the files of a pushed log, with their parts. `index`: the hash that push_answers() returned. kNotFound: no
 // such log. kCorruption: the index is damaged.

@@ -8,6 +8,7 @@
 #include <fmt/core.h>
 
 #include "base/digest.h"
+#include "base/mutex.h"
 #include "base/page_buffer.h"
 #include "checkpoint/checkpoint_set.h"
 #include "checkpoint/state_sections.h"
@@ -16,8 +17,6 @@
 
 namespace torpor::remote {
 namespace {
-
-constexpr std::string_view kPullPrefix = "s-pull-";  // the next writer removes it like any other staging
 
 struct Part {
   size_t file = 0;  // in the index
@@ -100,20 +99,58 @@ Result<CheckpointIndex> index_of(const Manifest& manifest, const Directory& dire
   return index;
 }
 
+// Return whether the store has the part. kCorruption: it has one of another size.
+Result<bool> has_part(ObjectStore& store, const std::string& key, uint64_t bytes) {
+  TORPOR_ASSIGN_OR_RETURN(const std::optional<uint64_t> there, store.size(key));
+  if (!there || *there == bytes) return there.has_value();
+  return Error{.code = Code::kCorruption,
+               .what = fmt::format("{} of {} has {} bytes, not {}", key, store.url(), *there, bytes),
+               .next_step = "remove that object and push the checkpoint again"};
+}
+
+// Return the parts of a checkpoint in the store that are gone from there. Only sizes are asked for.
+Result<std::vector<Part>> missing_parts(ObjectStore& store, const CheckpointIndex& index, int threads) {
+  Mutex mutex;
+  std::vector<Part> missing;
+  TORPOR_RETURN_IF_ERROR(with_each(parts_of(index), threads, [&](const Part& part, std::span<std::byte>) -> Status {
+    const std::string key = part_key(index.files[part.file].parts[part.number]);
+    TORPOR_ASSIGN_OR_RETURN(const bool there, has_part(store, key, part.bytes(index)));
+    const MutexLock lock(mutex);
+    if (!there) missing.push_back(part);
+    return ok();
+  }));
+  return missing;
+}
+
+// Check that a checkpoint here has the files that were pushed.
+Status check_same_files(const CheckpointIndex& here, const CheckpointIndex& pushed, const std::string& path) {
+  const bool same =
+      std::equal(here.files.begin(), here.files.end(), pushed.files.begin(), pushed.files.end(),
+                 [](const IndexedFile& a, const IndexedFile& b) { return a.name == b.name && a.bytes == b.bytes; });
+  if (same) return ok();
+  return Error{.code = Code::kCorruption,
+               .what = fmt::format("{} has other files than were pushed", path),
+               .next_step = "see torpor verify, and pull it if it is damaged"};
+}
+
+// Put a part that the store lacks. If the index has its hash, the file must have the same bytes still.
 Status push_part(const Directory& directory, CheckpointIndex& index, const Part& part, ObjectStore& store,
                  std::span<std::byte> room, std::atomic<uint64_t>& moved) {
   IndexedFile& file = index.files[part.file];
   const std::span<std::byte> bytes = room.first(part.bytes(index));
   TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> from, directory.open_file(file.name));
   TORPOR_RETURN_IF_ERROR(from->pread(bytes, part.offset()));
-  file.parts[part.number] = part_hash(bytes);
-  const std::string key = part_key(file.parts[part.number]);
-  TORPOR_ASSIGN_OR_RETURN(const std::optional<uint64_t> there, store.size(key));
-  if (there == bytes.size()) return ok();
-  if (there)
-    return Error{.code = Code::kCorruption,
-                 .what = fmt::format("{} of {} has {} bytes, not {}", key, store.url(), *there, bytes.size()),
-                 .next_step = "remove that object and push the checkpoint again"};
+  std::string hash = part_hash(bytes);
+  std::string& known = file.parts[part.number];
+  if (!known.empty() && known != hash)
+    return Error{
+        .code = Code::kCorruption,
+        .what = fmt::format("part {} of {}/{} is not what was pushed", part.number, directory.path(), file.name),
+        .next_step = "push the checkpoint from where it is whole; see torpor verify"};
+  known = std::move(hash);
+  const std::string key = part_key(known);
+  TORPOR_ASSIGN_OR_RETURN(const bool there, has_part(store, key, bytes.size()));
+  if (there) return ok();
   TORPOR_ASSIGN_OR_RETURN(const bool stored, store.put_new(key, bytes));
   if (stored) moved += bytes.size();
   return ok();
@@ -130,6 +167,7 @@ Result<std::vector<std::string>> pushed_names(ObjectStore& store) {
   const std::string prefix = index_key("");
   TORPOR_ASSIGN_OR_RETURN(std::vector<std::string> keys, store.list(prefix));
   for (std::string& key : keys) key.erase(0, prefix.size());
+  std::erase_if(keys, [](const std::string& name) { return !is_index_name(name); });
   return keys;
 }
 
@@ -256,20 +294,37 @@ Result<CopyReport> push(FileSystem& file_system, const Checkpoint& checkpoint, O
     TORPOR_ASSIGN_OR_RETURN(CheckpointIndex index, index_of(manifest, *directory));
     CopyReport report{.name = index_name(index), .path = checkpoint.path(), .bytes = index.bytes()};
     TORPOR_ASSIGN_OR_RETURN(const std::optional<uint64_t> there, store.size(index_key(report.name)));
-    report.was_there = there.has_value();
-    if (report.was_there) return report;
+    std::vector<Part> parts = parts_of(index);
+    if (there) {  // a damaged part may have been removed since, to be sent again
+      TORPOR_ASSIGN_OR_RETURN(CheckpointIndex pushed, read_index(store, report.name));
+      TORPOR_RETURN_IF_ERROR(check_same_files(index, pushed, checkpoint.path()));
+      index = std::move(pushed);
+      TORPOR_ASSIGN_OR_RETURN(parts, missing_parts(store, index, options.threads));
+      report.was_there = parts.empty();
+      if (report.was_there) return report;
+    }
     TORPOR_ASSIGN_OR_RETURN(StoreLease begun,
                             StoreLease::begin(store, LeaseKind::kPush, *options.clock, options.patience));
     KeptLease lease(std::move(begun), store);
-    ProgressMeter progress(options.progress, "push", report.bytes);
+    if (there) {
+      TORPOR_ASSIGN_OR_RETURN(const std::optional<uint64_t> still, store.size(index_key(report.name)));
+      if (!still)  // parts that were there when it was asked may be gone, too
+        return Error{.code = Code::kAborted,
+                     .what = fmt::format("{} was removed from {} meanwhile", report.name, store.url()),
+                     .next_step = "push it again"};
+    }
+    uint64_t bytes = 0;
+    for (const Part& part : parts) bytes += part.bytes(index);
+    ProgressMeter progress(options.progress, "push", bytes);
     std::atomic<uint64_t> moved = 0;
-    const Status sent =
-        with_each(parts_of(index), options.threads, [&](const Part& part, std::span<std::byte> room) -> Status {
-          TORPOR_RETURN_IF_ERROR(push_part(*directory, index, part, store, room, moved));
-          return progress.add(part.bytes(index));
-        });
+    const Status sent = with_each(parts, options.threads, [&](const Part& part, std::span<std::byte> room) -> Status {
+      TORPOR_RETURN_IF_ERROR(push_part(*directory, index, part, store, room, moved));
+      return progress.add(part.bytes(index));
+    });
     TORPOR_RETURN_IF_ERROR(sent);
     TORPOR_RETURN_IF_ERROR(lease.check());
+    report.moved_bytes = moved;
+    if (there) return report;
     const std::string text = encode_index(index);
     const Result<bool> created = store.put_new(index_key(report.name), std::as_bytes(std::span(text)));
     if (!created) lease.leave();  // the index may have been created, or may be later
@@ -279,7 +334,6 @@ Result<CopyReport> push(FileSystem& file_system, const Checkpoint& checkpoint, O
       return late.error();
     }
     report.was_there = !*created;
-    report.moved_bytes = moved;
     return report;
   });
 }
@@ -304,6 +358,9 @@ Result<CopyReport> pull(FileSystem& file_system, ObjectStore& store, const std::
                             infos_in(*target, options.key.get(), Trust::kAnySeal));
     for (const CheckpointInfo& info : present) {
       if (!info.readable || hex(info.manifest.id) != index.id) continue;
+      TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<Directory> place, target->open_directory(info.name));
+      const Status whole = check_whole(std::move(place), options.key);
+      if (!whole && (whole.error().code == Code::kCorruption || whole.error().code == Code::kNotFound)) continue;
       report.path = info.path;
       report.was_there = true;
       return report;

@@ -40,15 +40,18 @@ struct CopyReport {
   std::string path;  // its local directory
   uint64_t bytes = 0;
   uint64_t moved_bytes = 0;  // the other bytes were there before
-  bool was_there = false;    // the whole checkpoint was there before
+  bool was_there = false;    // the whole checkpoint was there before; push() asks for the sizes of its parts, pull()
+                             // does not read the saved memory again
 };
 
-// Push a checkpoint. kUnavailable: a removal is under way. kAborted: the lease or the user ended the push.
+// Push a checkpoint; of one that the store has, the parts that are gone from there. kUnavailable: a removal is under
+// way. kAborted: the lease or the user ended the push.
 Result<CopyReport> push(FileSystem& file_system, const Checkpoint& checkpoint, ObjectStore& store,
                         const CopyOptions& options = {});
 
 // Pull a checkpoint as the newest generation of `directory`, which is created if needed. `name`: from list_pushed();
-// empty: the newest. If the directory has the checkpoint already, it is not changed. kNotFound: no such checkpoint.
+// empty: the newest. If the directory has the checkpoint already and no file of it is missing, cut or, but for the
+// saved memory, damaged, nothing is pulled. kNotFound: no such checkpoint.
 // kUnavailable: another process writes to `directory`.
 Result<CopyReport> pull(FileSystem& file_system, ObjectStore& store, const std::string& name,
                         const std::string& directory, const CopyOptions& options = {});

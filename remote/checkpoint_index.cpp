@@ -24,10 +24,6 @@ Error damaged(std::string what) {
                .next_step = "take another checkpoint, or push this one again under another prefix"};
 }
 
-bool is_hex(const std::string& text, size_t bytes) {
-  return text.size() == 2 * bytes && text.find_first_not_of("0123456789abcdef") == std::string::npos;
-}
-
 // Return whether a checkpoint can have a file of this name. Other files are not written to a directory.
 bool is_file_name(const std::string& name) {
   if (name == kManifestFile || name == kStateFile) return true;
@@ -44,7 +40,7 @@ Result<IndexedFile> read_file(const Json& json) {
   if (file.bytes > kMostFileBytes || json["parts"].size() != (file.bytes + kPartBytes - 1) / kPartBytes)
     return damaged(fmt::format("{} has {} parts for {} bytes", file.name, json["parts"].size(), file.bytes));
   for (const Json& part : json["parts"]) {
-    if (!part.is_string() || !is_hex(part, sizeof(ManifestMac)))
+    if (!part.is_string() || !is_hex(part.get<std::string>(), sizeof(ManifestMac)))
       return damaged(fmt::format("a part of {} has no hash", file.name));
     file.parts.push_back(part);
   }
@@ -64,6 +60,23 @@ std::string index_name(const CheckpointIndex& index) {
 }
 std::string index_key(std::string_view name) { return fmt::format("checkpoints/{}", name); }
 std::string part_key(std::string_view hash) { return fmt::format("parts/{}/{}", hash.substr(0, 2), hash); }
+
+bool is_index_name(std::string_view name) {
+  constexpr std::string_view kMoment = "20261123T071500Z-";
+  if (name.size() < kMoment.size() || !is_hex(name.substr(kMoment.size()), sizeof(SealId))) return false;
+  for (size_t i = 0; i < kMoment.size(); ++i) {
+    const bool digit = name[i] >= '0' && name[i] <= '9';
+    if (kMoment[i] >= '0' && kMoment[i] <= '9' ? !digit : name[i] != kMoment[i]) return false;
+  }
+  return true;
+}
+
+bool is_part_key(std::string_view key) {
+  const size_t slash = key.rfind('/');
+  if (slash == std::string_view::npos) return false;
+  const std::string_view hash = key.substr(slash + 1);
+  return is_hex(hash, sizeof(ManifestMac)) && key == part_key(hash);
+}
 
 std::string part_hash(std::span<const std::byte> part) { return hex(unkeyed_mac({}, part)); }
 

@@ -42,6 +42,9 @@ struct CheckpointIndex {
 std::string index_name(const CheckpointIndex& index);
 std::string index_key(std::string_view name);  // "checkpoints/<name>"
 std::string part_key(std::string_view hash);   // "parts/ab/abcd…"
+// Return whether index_name() or part_key() can be this. A store may have other objects, of others, beside them.
+bool is_index_name(std::string_view name);
+bool is_part_key(std::string_view key);
 std::string part_hash(std::span<const std::byte> part);
 
 std::string encode_index(const CheckpointIndex& index);

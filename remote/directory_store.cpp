@@ -15,6 +15,15 @@ namespace {
 
 constexpr std::string_view kUnfinished = "unfinished-";
 
+// Return whether put_new() can have made a file of this name, and was ended before it had its key.
+bool is_unfinished(std::string_view name) {
+  if (!name.starts_with(kUnfinished)) return false;
+  const std::string_view rest = name.substr(kUnfinished.size());
+  constexpr size_t kId = 2 * sizeof(SealId);
+  return rest.size() > kId + 1 && is_hex(rest.substr(0, kId), sizeof(SealId)) && rest[kId] == '-' &&
+         rest.find_first_not_of("0123456789", kId + 1) == std::string_view::npos;
+}
+
 struct Place {
   std::unique_ptr<Directory> directory;
   std::string name;
@@ -126,7 +135,7 @@ class DirectoryStore final : public ObjectStore {
         TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> below, directory.open_directory(entry.name));
         TORPOR_ASSIGN_OR_RETURN(const uint64_t more, remove_unfinished_below(*below, dry_run));
         found += more;
-      } else if (entry.kind == EntryKind::kFile && entry.name.starts_with(kUnfinished)) {
+      } else if (entry.kind == EntryKind::kFile && is_unfinished(entry.name)) {
         if (!dry_run) TORPOR_RETURN_IF_ERROR(directory.remove_file(entry.name));
         ++found;
       }
@@ -143,8 +152,8 @@ class DirectoryStore final : public ObjectStore {
         TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> below, directory.open_directory(entry.name));
         TORPOR_ASSIGN_OR_RETURN(const bool goes_on, each_below(*below, before + entry.name + "/", visit));
         if (!goes_on) return false;
-      } else if (entry.kind == EntryKind::kFile && !entry.name.starts_with(kUnfinished) &&
-                 is_key(before + entry.name) && !visit(before + entry.name)) {
+      } else if (entry.kind == EntryKind::kFile && !is_unfinished(entry.name) && is_key(before + entry.name) &&
+                 !visit(before + entry.name)) {
         return false;
       }
     }

@@ -47,6 +47,7 @@ Result<HttpAnswer> ask(const std::string& url, const std::string& key, const std
   if (!key.empty()) TORPOR_RETURN_IF_ERROR(append_line(lines, fmt::format("Authorization: Bearer {}", key)));
   std::array<char, CURL_ERROR_SIZE> words{};
   CURL* const curl = handle.get();
+  curl_easy_setopt(curl, CURLOPT_NOPROXY, "*");  // a proxy of the environment would get the key
   set_up(curl, {.url = url, .lines = lines, .words = words.data(), .write = &GetExchange::write, .to = &exchange});
   curl_easy_setopt(curl, CURLOPT_TIMEOUT_MS, (posts ? kMostPostSeconds : kMostGetSeconds) * 1000);
   if (posts) curl_easy_setopt(curl, CURLOPT_POSTFIELDS, "");

@@ -15,9 +15,10 @@ struct HttpAnswer {
   std::string body;
 };
 
-// Ask once; a redirect is not followed. `url`: http:// or https://. `key`: sent as a bearer token, unless it is empty.
-// `stop`: called while it waits; true ends the request. kUnsupported: there is no libcurl. kInvalidArgument: another
-// kind of URL. kUnavailable: nobody answers. kCorruption: the answer has more than 8 MiB. kAborted: `stop` was true.
+// Ask once; neither a redirect nor a proxy is followed. `url`: http:// or https://. `key`: sent as a bearer token,
+// unless it is empty. `stop`: called while it waits; true ends the request. kUnsupported: there is no libcurl.
+// kInvalidArgument: another kind of URL. kUnavailable: nobody answers. kCorruption: the answer has more than 8 MiB.
+// kAborted: `stop` was true.
 Result<HttpAnswer> http_get(const std::string& url, const std::string& key, const std::function<bool()>& stop);
 // The same with a POST without a body.
 Result<HttpAnswer> http_post(const std::string& url, const std::string& key, const std::function<bool()>& stop);

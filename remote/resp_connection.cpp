@@ -7,6 +7,8 @@
 
 #include <fmt/core.h>
 
+#include "base/text.h"
+
 namespace torpor::remote {
 namespace {
 
@@ -100,11 +102,7 @@ Result<RespReply> RespConnection::reply(Deadline until) {
   if (said.empty()) return none("an empty line");
   const std::string_view rest = said.substr(1);
   if (said[0] == '+') return RespReply{.kind = RespReply::Kind::kText, .text = std::string(rest)};
-  if (said[0] == '-') {
-    RespReply error{.kind = RespReply::Kind::kError, .text = std::string(rest)};
-    for (char& letter : error.text) letter = letter < ' ' || letter == '\x7f' ? ' ' : letter;
-    return error;
-  }
+  if (said[0] == '-') return RespReply{.kind = RespReply::Kind::kError, .text = harmless(rest)};
   int64_t number = 0;
   const auto [end, wrong] = std::from_chars(rest.data(), rest.data() + rest.size(), number);
   if (wrong != std::errc() || end != rest.data() + rest.size()) return none("a number is none");

@@ -9,6 +9,7 @@
 #include <pugixml.hpp>
 
 #include "base/mutex.h"
+#include "base/text.h"
 #include "remote/curl.h"
 #include "remote/object_keys.h"
 
@@ -79,11 +80,9 @@ std::string explanation(const std::string& text) {
   pugi::xml_document document;
   if (!document.load_buffer(text.data(), text.size())) return {};
   const pugi::xml_node error = document.child("Error");
-  std::string words = fmt::format("{}: {}", error.child_value("Code"), error.child_value("Message")).substr(0, 300);
-  for (char& letter : words) {
-    if (static_cast<unsigned char>(letter) < ' ' || letter == '\x7f') letter = ' ';
-  }
-  return words == ": " ? "" : fmt::format(" ({})", words);
+  const std::string words =
+      fmt::format("{}: {}", error.child_value("Code"), error.child_value("Message")).substr(0, 300);
+  return words == ": " ? "" : fmt::format(" ({})", harmless(words));
 }
 
 bool worth_another_try(CURLcode code, long status) {

@@ -19,7 +19,7 @@ constexpr std::string_view kParts = "parts/";
 Result<std::vector<std::string>> all_parts(ObjectStore& store) {
   std::vector<std::string> parts;
   TORPOR_RETURN_IF_ERROR(store.each_key(kParts, [&](std::string_view key) {
-    parts.emplace_back(key);
+    if (is_part_key(key)) parts.emplace_back(key);
     return true;
   }));
   std::sort(parts.begin(), parts.end());
@@ -54,6 +54,7 @@ Result<Going> what_goes(ObjectStore& store, const RemovalOptions& options) {
     }
   }
   for (const std::string& key : logs) {
+    if (!is_answers_key(key)) continue;
     const std::string hash = key.substr(kAnswersPrefix.size());
     if (hash != owner.answers) {
       going.keys.push_back(key);

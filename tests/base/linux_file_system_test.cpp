@@ -355,6 +355,23 @@ TEST_F(LinuxFileSystem, AFileThatIsToBeNewIsNeverOneOfSomebodyElse) {
   }
 }
 
+TEST_F(LinuxFileSystem, HoweverADirectoryIsNamedItsPathEndsWithItsName) {
+  const std::string one = temporary_ / "one";
+  ASSERT_SUCCEEDS(linux_file_system().open_directory(one, true));
+  const std::string name = boost::filesystem::path(temporary_.path()).filename().string();
+  for (const std::string& path : {one, one + "/", one + "//", one + "/.", one + "/./", temporary_.path() + "/./one",
+                                  one + "/../../" + name + "/one"})
+    EXPECT_EQ(value_of(linux_file_system().open_directory(path, false))->path(), one) << path;
+  EXPECT_EQ(value_of(linux_file_system().open_directory(temporary_ / "made/of/it/", true))->path(),
+            temporary_ / "made/of/it");
+  const boost::filesystem::path before = boost::filesystem::current_path();
+  boost::filesystem::current_path(one);
+  EXPECT_EQ(value_of(linux_file_system().open_directory(".", false))->path(), one);
+  boost::filesystem::current_path(before);
+  EXPECT_EQ(plain_path("/"), "/");
+  EXPECT_EQ(plain_path("/."), "/");
+}
+
 TEST_F(LinuxFileSystem, AMissingDirectoryIsNotFound) {
   EXPECT_FAILS(linux_file_system().open_directory(temporary_ / "none", false), Code::kNotFound);
 }

@@ -52,6 +52,10 @@ TEST_F(LogTest, ALineThatCannotBeMadeIsWrittenWithoutItsArguments) {
   EXPECT_THAT(line, Not(HasSubstr("x stays")));
 }
 
+TEST_F(LogTest, ALineIsOneLineWhateverIsInIt) {
+  EXPECT_THAT(said([] { log().warn("{} stays", "a\n\x1b[2Jü"); }), HasSubstr("[warning] a\\n\\x1b[2Jü stays\n"));
+}
+
 TEST_F(LogTest, AnErrorInALineIsWrittenWhole) {
   const Error error{.code = Code::kNotFound, .what = "no " + std::string(2000, 'x'), .next_step = "look"};
   EXPECT_THAT(said([&] { log().warn("a: {}", error); }), HasSubstr("[warning] a: " + error.to_string() + "\n"));
@@ -62,6 +66,43 @@ TEST(TextTest, PartsAreJoined) {
   EXPECT_EQ(joined(std::vector<std::string>{"a", "", "c"}, ", "), "a, , c");
   EXPECT_EQ(joined(std::array<std::string_view, 1>{"a"}, ", "), "a");
   EXPECT_EQ(joined(std::vector<std::string>{}, ", "), "");
+}
+
+TEST(TextTest, WhatATerminalObeysIsEscaped) {
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"a\n\tb", "a\\n\\tb"},
+      {std::string("\0", 1), "\\x00"},
+      {"\x1b[2J\x7f\r", "\\x1b[2J\\x7f\\x0d"},
+      {"\u0080\u009b31m\u009f", "\\u0080\\u009b31m\\u009f"},
+      {"\u2028\u2029", "\\u2028\\u2029"},
+      {"\u061c\u200e\u200f\u202a\u202e\u2066\u2069", "\\u061c\\u200e\\u200f\\u202a\\u202e\\u2066\\u2069"},
+      {"\x9b\xff", "\\x9b\\xff"},  // bytes that begin no character
+      {"\xc2", "\\xc2"},           // one that has no end
+      {"\xe2\x80", "\\xe2\\x80"},
+      {"\xc2x", "\\xc2x"},
+      {"\xc0\x8a\xe0\x82\x9b", "\\xc0\\x8a\\xe0\\x82\\x9b"},  // longer than it has to be
+      {"\xf0\x80\x82\x9b", "\\xf0\\x80\\x82\\x9b"},
+      {"\xed\xa0\x80", "\\xed\\xa0\\x80"},           // a surrogate
+      {"\xf4\x90\x80\x80", "\\xf4\\x90\\x80\\x80"},  // above the last character
+      {"\xf5\x80\x80\x80", "\\xf5\\x80\\x80\\x80"},
+  };
+  for (const auto& [text, escaped] : cases) {
+    EXPECT_EQ(harmless(text), escaped);
+    EXPECT_EQ(harmless(escaped), escaped);
+    EXPECT_FALSE(is_harmless(text)) << escaped;
+  }
+  for (const std::string text :
+       {"", "plain ~", "größer €, 中文, \u00a0, \u2027\u202f\u2065\u206a, 🂡, \U0010ffff, \\x1b"}) {
+    EXPECT_EQ(harmless(text), text);
+    EXPECT_EQ(harmless_json(text), text);
+    EXPECT_TRUE(is_harmless(text));
+  }
+}
+
+TEST(TextTest, JsonKeepsItsValues) {
+  EXPECT_EQ(harmless_json("{\n \"a\": \"\x7f\u009b\u2028\u202eü\"}\n"),
+            "{\n \"a\": \"\\u007f\\u009b\\u2028\\u202eü\"}\n");
+  EXPECT_EQ(harmless_json("\"\x1b\xff\""), "\"\\u001b\\ufffd\"");
 }
 
 }  // namespace

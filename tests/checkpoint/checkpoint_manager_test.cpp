@@ -161,6 +161,37 @@ TEST_F(CheckpointManagerTest, ForeignEntriesOfTheDirectoryAreLeftAlone) {
   EXPECT_EQ(value_of(manager()->list()).size(), 1u);
 }
 
+TEST_F(CheckpointManagerTest, OnlyWhatTorporLeftIsRemovedWhateverElseIsCalled) {
+  const std::string pull = "s-pull-" + std::string(32, 'a');
+  const std::vector<std::string> left = {"s-000001", "s-1234567", pull, "s-pull-answers", "t-g-000001"};
+  const std::vector<std::string> foreign = {
+      "s-1",      "s-0000001", "s-g-000001", "s-notes", "s-pull-aa", pull + "a", "s-pull-" + std::string(32, 'A'),
+      "t-000001", "t-g-1",     "t-shirts"};
+  std::vector<std::string> kept = {"LOCK", "s-000002", "s-000003", "s-notes.txt", "t-g-000002"};
+  kept.insert(kept.end(), foreign.begin(), foreign.end());
+  std::sort(kept.begin(), kept.end());
+  std::ofstream(temporary_ / "s-notes.txt") << "mine";
+  std::ofstream(temporary_ / "s-000002") << "mine";
+  std::ofstream(temporary_ / "t-g-000002") << "mine";
+  fs::create_directory_symlink(temporary_ / "t-shirts", temporary_ / "s-000003");
+  for (const std::string& name : foreign) fs::create_directory(temporary_ / name);
+  std::ofstream(temporary_ / "t-shirts/a") << "mine";
+  for (const bool begins : {false, true}) {
+    for (const std::string& name : left) {
+      fs::create_directories(temporary_ / (name + "/below"));
+      std::ofstream(temporary_ / (name + "/below/STATE")) << "half";
+    }
+    if (begins) {
+      (void)value_of(manager()->begin(0));
+    } else {
+      EXPECT_EQ(value_of(manager()->collect(/*dry_run=*/true)), left);
+      EXPECT_EQ(value_of(manager()->collect(/*dry_run=*/false)), left);
+    }
+    EXPECT_EQ(names(), kept);
+    EXPECT_TRUE(fs::exists(temporary_ / "t-shirts/a"));
+  }
+}
+
 TEST_F(CheckpointManagerTest, ADamagedOneIsListedWithItsProblem) {
   damage(write() + "/MANIFEST", 30);
   const auto infos = value_of(manager()->list());

@@ -124,7 +124,7 @@ TEST_F(View, ControlCharactersOfNamesReachNoTerminal) {
   SlotTable table(port_);
   const uint32_t slot = value_of(table.create("\x1b[2Jhello\x7f", 4));
   follow();
-  EXPECT_EQ(view_.name_of(slot + 1), "?[2Jhello?");
+  EXPECT_EQ(view_.name_of(slot + 1), "\\x1b[2Jhello\\x7f");
 }
 
 // Any bytes may be read from a file.

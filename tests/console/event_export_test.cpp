@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <set>
 
+#include "base/text.h"
 #include "engine/phases.h"
 #include "kvcache/slot_table.h"
 #include "tests/support/results.h"
@@ -73,6 +74,37 @@ TEST(EventExportTest, ALineIsAnObjectWithTheFieldsOfItsType) {
   const auto error = std::find_if(all.begin(), all.end(), [](const auto& line) { return line["type"] == "error"; });
   ASSERT_NE(error, all.end());
   EXPECT_EQ((*error)["words"], "the disk of /home/alpha is full");
+}
+
+// A client names its requests, and anybody may have written a recording.
+TEST(EventExportTest, NamesAndRolesReachNoTerminal) {
+  const EventSource named = this_process("\x1b[2J\u009b\x9b", 0, system_clock());
+  std::vector<std::byte> head(kEventHeadBytes);
+  write_event_head(named, "torporev", head.data());
+  const auto ring = value_of(EventRing::in_memory({}, 256));
+  const EventPort port(*ring, system_clock());
+  SlotTable table(port);
+  (void)value_of(table.create("request \x1b]0;x\x07\u009b2J\u202e\u2028\xff ü", 10));
+  port.text(TextKind::kError, 0, 1, "\x7f failed");
+  port.text(TextKind::kInput, 0, 1,
+            R"({"id": ")"
+            "\x7f"
+            R"("})");
+  std::vector<SourceEvents> sources(1);
+  sources[0].source = value_of(read_event_head("torporev", head));
+  EventReader(*ring).read(sources[0].events, true);
+  for (const auto format : {EventExport::Format::kLines, EventExport::Format::kCsv, EventExport::Format::kNdjson}) {
+    std::string text;
+    EventExport writer = value_of(EventExport::create({}));
+    EXPECT_TRUE(writer.write(sources, format, [&](std::string_view more) {
+      text += more;
+      return true;
+    }));
+    std::erase(text, '\n');
+    EXPECT_TRUE(is_harmless(text)) << harmless(text);
+    EXPECT_NE(text.find("ü"), std::string::npos);
+  }
+  EXPECT_EQ(sources[0].source.role, R"(\x1b[2J\u009b\x9b)");
 }
 
 TEST(EventExportTest, FiltersTakeTypesAndWords) {

@@ -381,6 +381,22 @@ TEST_F(StoredImagesTest, LeaveNothingBehindThatAKilledWriterBegan) {
   EXPECT_EQ(value_of(store.remove_leftovers()), Names{});
 }
 
+TEST_F(StoredImagesTest, AndNothingThatTorporDidNotMake) {
+  for (const char* const name : {"taken/t-g-000001", "holiday", "mixed/s-000001", "mixed/mine", ".hidden", "a b"})
+    boost::filesystem::create_directories(directory_ / (std::string("images/") + name));
+  for (const char* const name : {"taken/LOCK", "taken/t-g-000001/MANIFEST", "holiday/p.jpg", "LOCK"})
+    std::ofstream(directory_ / (std::string("images/") + name)) << "bytes";
+  ImageStore store(linux_file_system(), directory_.path(), {});
+  EXPECT_EQ(value_of(store.remove_leftovers(/*dry_run=*/true)), Names{"taken"});
+  EXPECT_EQ(value_of(store.remove_leftovers()), Names{"taken"});
+  EXPECT_FALSE(boost::filesystem::exists(directory_ / "images/taken"));
+  for (const char* const name : {"holiday/p.jpg", "mixed/s-000001", "mixed/mine", ".hidden", "a b", "LOCK"})
+    EXPECT_TRUE(boost::filesystem::exists(directory_ / (std::string("images/") + name))) << name;
+  EXPECT_FALSE(boost::filesystem::exists(directory_ / "images/holiday/LOCK"));
+  const std::string path = stored("a");
+  EXPECT_SUCCEEDS(HeldImage::hold(linux_file_system(), path + "/", nullptr));
+}
+
 TEST_F(StoredImagesTest, AreSealedWithTheKeyOfTheirEngine) {
   const auto key = std::make_shared<const Key>(std::array<uint8_t, kKeyBytes>{1, 2, 3});
   ImageEngine sealed(linux_file_system(), directory_.path(), {.key = key, .encrypt = true});

@@ -263,6 +263,58 @@ def test_where_there_is_no_engine_that_is_said(monkeypatch, tmp_path):
     assert app.process is None and "nothing" in app.source.ended
 
 
+READING = (
+    "2",
+    "enter",
+    "8",
+    "left_square_bracket",
+    "right_square_bracket",
+    "left_curly_bracket",
+    "right_curly_bracket",
+)
+
+
+@pytest.mark.parametrize("path", ["nothing", "empty [/b]"])
+def test_without_an_engine_no_key_ends_the_console(monkeypatch, tmp_path, path):
+    monkeypatch.setenv("TORPOR_BINARY", str(BINARY))
+    for folder in (tmp_path / "empty [", tmp_path / "empty [/b]"):
+        folder.mkdir(mode=0o700)
+    app, said = Console(Live(str(tmp_path / path))), []
+    drive(app, [*READING, "t", "4", "enter", "8", lambda: said.append(app.said)])
+    assert app.return_code in (None, 0) and app.process is None
+    assert str(tmp_path / path) in said[0]
+
+
+def test_what_the_source_refuses_is_said_and_the_console_goes_on(recording, monkeypatch):
+    def fails(*_):
+        raise errors.NotFound("the disk has\x1b[2J gone", "mount it")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(recording, "events", fails)
+        broken.setattr(recording, "lint_moments", fails)
+        for key in READING:
+            app, said = Console(recording), []
+            drive(app, [key, lambda app=app, said=said: said.append(app.said)])
+            assert "gone" in said[0] and "mount it" in said[0]
+        broken.setattr(recording, "at", lambda moment: recording.snapshot if moment is None else fails())
+        app = Console(recording)
+        _, picture = drive(app, ["t", "2", "enter"])
+        assert "gone" in app.said and app.moment is None
+        assert "gone" in picture and "\x1b" not in picture
+    app = Console(recording)
+    drive(app, ["8", "t", "2", "enter"])
+    assert app.said == "" and app.moment == 2
+
+
+def test_names_with_ends_of_lines_are_names(recording, monkeypatch):
+    name = "a\u2028b\u0085c"
+    event = {"time": 1.0, "process": "core0", "sequence": 1, "type": "slot", "to": "decoding", "request": name}
+    monkeypatch.setattr(
+        "torpor.console.source.ask", lambda *_: json.dumps(event, ensure_ascii=False) + "\n" + json.dumps(event) + "\n"
+    )
+    assert [each["request"] for each in recording.events()] == [name, name]
+
+
 def until(app, condition, seconds=SECONDS):
     """A step of drive(): looks until it holds."""
 

@@ -181,6 +181,64 @@ TEST_F(CheckpointCopies, APartOfAnotherSizeIsNotTakenForTheRightOne) {
   EXPECT_FALSE(pushed().was_there);
 }
 
+// What torpor pull says of a damaged part: remove that object and push the checkpoint again.
+TEST_F(CheckpointCopies, APartThatIsGoneFromAPushedCheckpointIsSentAgain) {
+  const CopyReport first = pushed();
+  const auto before = store_.objects;
+  for (const IndexedFile& file : only_index().files) {
+    const std::string key = part_key(file.parts[0]);
+    part(file.parts[0]).front() ^= std::byte{1};
+    EXPECT_FAILS(pull(system_, store_, "", "/to"), Code::kCorruption,
+                 "remove that object and push the checkpoint again");
+    store_.objects.erase(key);
+    const CopyReport again = pushed();
+    EXPECT_FALSE(again.was_there);
+    EXPECT_EQ(again.name, first.name);
+    EXPECT_EQ(again.moved_bytes, before.at(key).size());
+    EXPECT_EQ(store_.objects, before);
+  }
+  expect_whole(system_, value_of(pull(system_, store_, "", "/to")).path, newest());
+}
+
+TEST_F(CheckpointCopies, APushOfAWholeOneAsksForSizesAlone) {
+  const std::string name = pushed().name;
+  size_t parts = 0;
+  for (const IndexedFile& file : only_index().files) parts += file.parts.size();
+  store_.read_whole.clear();
+  store_.calls = 0;
+  EXPECT_TRUE(pushed().was_there);
+  EXPECT_LE(store_.calls, parts + 3);  // the index: its existence, its size, its bytes
+  EXPECT_EQ(store_.read_whole, std::vector<std::string>{index_key(name)});
+}
+
+TEST_F(CheckpointCopies, WhatIsDamagedHereIsNotSentForWhatIsGoneThere) {
+  pushed();
+  const IndexedFile last = only_index().files.back();
+  store_.objects.erase(part_key(last.parts[0]));
+  const auto here = value_of(system_.open_directory(newest().path(), false));
+  const auto file = value_of(here->open_slots(last.name, FileIo::kPlain));
+  const std::byte other{0x5a};
+  ASSERT_SUCCEEDS(file->pwrite({&other, 1}, last.bytes / 2));
+  EXPECT_FAILS(push(system_, newest(), store_), Code::kCorruption, last.name);
+  ASSERT_SUCCEEDS(file->truncate(last.bytes - 1));
+  EXPECT_FAILS(push(system_, newest(), store_), Code::kCorruption, "other files than were pushed");
+}
+
+TEST_F(CheckpointCopies, OneThatIsHereButNotWholeIsPulledBesideIt) {
+  pushed();
+  for (const char* const name : {"STATE", "refs-r0", "chunks-r0"}) {
+    const std::string target = fmt::format("/to-{}", name);
+    const auto here = value_of(system_.open_directory(value_of(pull(system_, store_, "", target)).path, false));
+    const auto file = value_of(here->open_slots(name, FileIo::kPlain));
+    ASSERT_SUCCEEDS(file->truncate(value_of(file->size()) - 1));
+    const CopyReport again = value_of(pull(system_, store_, "", target));
+    EXPECT_EQ(again.path, target + "/g-000002");
+    expect_whole(system_, again.path, newest());
+    ASSERT_SUCCEEDS(here->remove_file(name));
+    EXPECT_TRUE(value_of(pull(system_, store_, "", target)).was_there);
+  }
+}
+
 TEST_F(CheckpointCopies, AnIndexThatExchangesFilesIsRefused) {
   const CopyReport there = pushed();
   CheckpointIndex index = only_index();

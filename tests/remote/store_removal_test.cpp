@@ -132,11 +132,51 @@ TEST(DirectoryStore, WhatAKilledWriterLeftGoes) {
   const auto store = value_of(open_object_store(linux_file_system(), "file://" + folder.path()));
   ASSERT_SUCCEEDS(store->put_new("parts/00/" + std::string(64, '0'), {}));
   const auto parts = value_of(linux_file_system().open_directory(folder / "parts/00", false));
-  ASSERT_SUCCEEDS(parts->create_file("unfinished-0123-1"));
+  ASSERT_SUCCEEDS(parts->create_file("unfinished-" + std::string(32, '0') + "-1"));
   WallClock clock;
   EXPECT_EQ(value_of(remove_unnamed(*store, clock, {.dry_run = true})).parts, 2u);
   EXPECT_EQ(value_of(remove_unnamed(*store, clock)).parts, 2u);
   EXPECT_TRUE(value_of(parts->list()).empty());
+}
+
+TEST(DirectoryStore, WhatTorporDidNotMakeStays) {
+  const test::TemporaryDirectory folder;
+  const auto store = value_of(open_object_store(linux_file_system(), "file://" + folder.path()));
+  const std::string hash(64, '0');
+  const std::vector<std::string> foreign = {"answers/42.txt",
+                                            "checkpoints/" + std::string(49, '0'),
+                                            "checkpoints/notes.txt",
+                                            "parts/00/" + hash + ".bak",
+                                            "parts/00/unfinished-notes",
+                                            "parts/01/" + hash,
+                                            "parts/spare.zip"};
+  for (const std::string& key : foreign) ASSERT_SUCCEEDS(store->put_new(key, {}));
+  ASSERT_SUCCEEDS(store->put_new("parts/00/" + hash, {}));
+  ASSERT_SUCCEEDS(store->put_new("answers/" + hash, {}));
+  const RemovalReport report = value_of(remove_unnamed(*store, WallClock(), {.keep = 1}));
+  EXPECT_EQ(report.parts, 1u);
+  EXPECT_EQ(report.answers, 1u);
+  EXPECT_EQ(value_of(store->list("")), foreign);
+}
+
+// What a push relies on may be removed before it has its lease.
+TEST_F(StoreRemoval, APushOfWhatIsRemovedMeanwhileNamesNoPartsThatAreGone) {
+  const std::string name = pushed("/one");
+  store_.objects.erase(part_key(value_of(list_pushed(store_)).at(0).index.files[0].parts[0]));
+  Watched watched(store_);
+  bool removed = false;
+  watched.before = [&](Verb verb, std::string_view key) {
+    if (removed || verb != Verb::kPut || !key.starts_with(kLeasePrefix)) return;
+    removed = true;
+    ASSERT_SUCCEEDS(remove_pushed(store_, name, clock_));
+    ASSERT_SUCCEEDS(remove_unnamed(store_, clock_));
+  };
+  const CopyOptions options{.threads = 1, .clock = &clock_, .patience = std::chrono::seconds(0)};
+  EXPECT_FAILS(push(system_, value_of(open_checkpoint(system_, "/one")), watched, options), Code::kAborted, "removed");
+  EXPECT_TRUE(removed);
+  EXPECT_TRUE(value_of(list_pushed(store_)).empty());
+  EXPECT_FALSE(value_of(try_push("/one")).was_there);
+  expect_whole();
 }
 
 TEST_F(StoreRemoval, WhatNoCheckpointNamesGoesAndTheRestStays) {

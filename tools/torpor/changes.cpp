@@ -12,7 +12,7 @@
 namespace torpor::cli {
 namespace {
 
-std::string parent_of(const std::string& path) { return path.substr(0, path.rfind('/')); }
+std::string parent_of(const std::string& path) { return path.substr(0, std::max<size_t>(path.rfind('/'), 1)); }
 
 Result<Json> repair(const Context& context) {
   const Arguments& arguments = context.arguments;

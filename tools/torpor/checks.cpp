@@ -155,7 +155,7 @@ std::string show_diff_of_recordings(const Json& json) {
   const Json& first = json["first_difference"];
   text += fmt::format("the first event that differs is number {}; the last ones until it:\n", cell(first["event"]));
   for (const auto& [side, sign] : {std::pair("a", '-'), std::pair("b", '+')}) {
-    for (const Json& event : first[side]) text += fmt::format("{} {}\n", sign, harmless(event.dump()));
+    for (const Json& event : first[side]) text += fmt::format("{} {}\n", sign, cell(event));
   }
   return text;
 }

@@ -93,7 +93,7 @@ Result<Exit> record(const Context& context) {
                      {"processes", counts.processes},
                      {"events", counts.events},
                      {"lost", counts.lost}};
-  context.write(context.as_json ? json.dump(2) + "\n"
+  context.write(context.as_json ? dump(json, 2) + "\n"
                                 : fmt::format("{} events of {} processes in {}, {} lost\n", counts.events,
                                               counts.processes, harmless(arguments.output), counts.lost));
   return kFine;
@@ -302,7 +302,7 @@ Result<Exit> follow_live(const Context& context) {
   while (!context.interrupted()) {
     TORPOR_ASSIGN_OR_RETURN(const std::vector<SourceEvents> news, follower.poll());
     take(watched, news);
-    if (!context.write(snapshot(watched).dump(-1, ' ', false, Json::error_handler_t::replace) + '\n')) break;
+    if (!context.write(dump(snapshot(watched)) + '\n')) break;
     std::this_thread::sleep_for(kLook);
   }
   return kFine;
@@ -319,8 +319,7 @@ Result<Exit> show_live(const Context& context) {
     take(watched, sources);
     Json json = snapshot(watched);
     if (context.arguments.lint && context.as_json) add_moments(json, sources);
-    context.write(context.as_json ? json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n"
-                                  : show_console(json));
+    context.write(context.as_json ? dump(json, 2) + "\n" : show_console(json));
     const bool found = std::any_of(json["processes"].begin(), json["processes"].end(),
                                    [](const Json& process) { return !process["lints"].empty(); });
     return context.arguments.lint && found ? kDiffers : kFine;

@@ -19,10 +19,7 @@
 namespace torpor::cli {
 namespace {
 
-boost::filesystem::path plain(const std::string& path) {
-  boost::filesystem::path place = boost::filesystem::path(path).lexically_normal();
-  return place.filename_is_dot() ? place.parent_path() : place;  // without a slash at the end
-}
+boost::filesystem::path plain(const std::string& path) { return plain_path(path); }
 
 // The name of the image at DIRECTORY/images/NAME/g-000001.
 std::string image_name(const Checkpoint& image) { return plain(image.path()).parent_path().filename().string(); }
@@ -70,8 +67,7 @@ Result<Json> foreign_files(const Context& context, const Checkpoint& image) {
   TORPOR_ASSIGN_OR_RETURN(const auto store, context.file_system.open_directory(place.parent_path().string(), false));
   TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> beside, store->list());
   for (const Entry& entry : beside) {
-    const bool is_own = entry.name == own || entry.name == kLockFile || entry.name.starts_with(kStagingPrefix) ||
-                        entry.name.starts_with(kTrashPrefix);
+    const bool is_own = entry.name == own || entry.name == kLockFile || is_leftover(entry);
     if (!is_own) foreign.push_back(entry.name);
   }
   return foreign;
@@ -422,7 +418,7 @@ bool is_directory_of_images(const Context& context, const std::string& path) {
 
 Result<Json> tree_of_images(const Context& context) {
   const std::string& path = context.arguments.path;
-  const ImageStore store(context.file_system, plain(path).parent_path().string(), {.key = context.key});
+  ImageStore store(context.file_system, plain(path).parent_path().string(), {.key = context.key});
   TORPOR_ASSIGN_OR_RETURN(const std::vector<ImageInfo> found, store.list());
   std::set<std::string, std::less<>> names;
   Json images = Json::array();
@@ -443,9 +439,11 @@ Result<Json> tree_of_images(const Context& context) {
   Json json = answer(path, std::move(images));
   TORPOR_ASSIGN_OR_RETURN(const auto directory, context.file_system.open_directory(path, false));
   TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, directory->list());
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> left, store.remove_leftovers(/*dry_run=*/true));
   for (const Entry& entry : entries) {
-    if (!names.contains(entry.name))
-      json[entry.kind == EntryKind::kDirectory ? "leftovers" : "foreign"].push_back(entry.name);
+    if (names.contains(entry.name)) continue;
+    const bool is_left = std::find(left.begin(), left.end(), entry.name) != left.end();
+    json[is_left ? "leftovers" : "foreign"].push_back(entry.name);
   }
   return json;
 }

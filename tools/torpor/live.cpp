@@ -121,12 +121,12 @@ Result<Exit> one_call(const Context& context, Clients& clients) {
     const Json answer = Json::parse(*line, nullptr, false);
     if (!answer.is_object()) return wrong("the answer is no JSON", "is this a socket of torpor?");
     if (answer.contains("event")) {
-      if (!context.write(answer["event"].dump(-1, ' ', false, Json::error_handler_t::replace) + '\n')) return kFine;
+      if (!context.write(dump(answer["event"]) + '\n')) return kFine;
       continue;
     }
     if (answer.contains("error")) return error_of(answer["error"]);
     if (asked["method"] == "subscribe") continue;
-    context.write(answer["result"].dump(2, ' ', false, Json::error_handler_t::replace) + '\n');
+    context.write(dump(answer["result"], 2) + '\n');
     return kFine;
   }
   return kFine;
@@ -167,7 +167,7 @@ Result<Exit> many_calls(const Context& context, Clients& clients) {
       TORPOR_ASSIGN_OR_RETURN(const std::optional<std::string> line, client->receive(20ms));
       if (!line) continue;
       if (Json::parse(*line, nullptr, false).contains("id")) ++answered;
-      if (!context.write(*line + '\n')) return kFine;
+      if (!context.write(harmless_json(*line) + '\n')) return kFine;
     }
   }
   return kFine;

@@ -23,8 +23,7 @@ using torpor::cli::Json;
 
 volatile std::sig_atomic_t interrupted = 0;
 
-// Names in a checkpoint may be any bytes; invalid UTF-8 is replaced, so that the JSON is always JSON.
-std::string dump(const Json& json) { return json.dump(2, ' ', false, Json::error_handler_t::replace) + '\n'; }
+std::string dump(const Json& json) { return torpor::cli::dump(json, 2) + '\n'; }
 
 // One line on a terminal's standard error, now and then; stops on an interrupt.
 torpor::ProgressSink progress_line() {
@@ -49,7 +48,7 @@ bool write_out(std::string_view text) {
 
 int fail(const torpor::Error& error, bool as_json) {
   if (as_json) write_out(dump({{"error", torpor::cli::to_json(error)}}));
-  std::cerr << "torpor: " << torpor::cli::harmless(error.to_string()) << '\n';
+  std::cerr << "torpor: " << torpor::harmless(error.to_string()) << '\n';
   return interrupted != 0 ? 130 : torpor::cli::exit_for(error.code);
 }
 

@@ -29,8 +29,7 @@ Named named(std::string url) {
   while (url.ends_with('/') && !url.ends_with("//")) url.pop_back();
   const size_t slash = url.rfind('/');
   const std::string last = url.substr(slash + 1);
-  const bool is_name = last.size() == 49 && last[8] == 'T' && last[15] == 'Z' && last[16] == '-';
-  if (is_name) return {url.substr(0, slash), last};
+  if (remote::is_index_name(last)) return {url.substr(0, slash), last};
   return {std::move(url), ""};
 }
 
@@ -61,6 +60,11 @@ std::string show_report(const Json& json) {
   if (json["was_there"]) return fmt::format("{} was there already: {}\n", name, cell(json["path"]));
   return fmt::format("{}: {}, {} moved, {}\n", name, size_text(json["bytes"]), size_text(json["moved_bytes"]),
                      cell(json["path"]));
+}
+
+std::string show_pull(const Json& json) {
+  const std::string text = show_report(json);
+  return json["was_there"] ? text + "its saved memory was not read again: torpor verify does\n" : text;
 }
 
 Result<Json> push(const Context& context) {
@@ -295,7 +299,9 @@ Result<Json> rm_of_store(const Context& context) {
 Verb push_verb() {
   return {
       .name = "push",
-      .help = "copies a checkpoint into an object store; what is there already is not sent again",
+      .help =
+          "copies a checkpoint into an object store; what is there already is not sent again, and what is gone from "
+          "there since is",
       .json = "url, name, path, bytes, moved_bytes, was_there",
       .declare =
           [](CLI::App& app, Arguments& a) {
@@ -311,7 +317,8 @@ Verb pull_verb() {
       .name = "pull",
       .help =
           "copies a checkpoint out of an object store: the newest generation of a directory; goes on where an "
-          "interrupted one was. With --model, --like, --field or --memory: only if it fits",
+          "interrupted one was. Of one that is here already the saved memory is not read again: verify does. With "
+          "--model, --like, --field or --memory: only if it fits",
       .json = "url, name, path, bytes, moved_bytes, was_there",
       .declare =
           [](CLI::App& app, Arguments& a) {
@@ -322,7 +329,7 @@ Verb pull_verb() {
             app.add_option("--threads", a.threads, "and connections; default: 4")->check(CLI::Range(1, 64));
           },
       .ask = pull,
-      .show = show_report};
+      .show = show_pull};
 }
 
 }  // namespace torpor::cli

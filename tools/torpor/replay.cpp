@@ -136,8 +136,8 @@ std::string show(const Json& json) {
                        cell(json["events"]));
   const Json& difference = json["difference"];
   std::string text = fmt::format("event {} differs; before it:\n", cell(difference["event"]));
-  for (const Json& event : difference["before"]) text += "  " + harmless(event.dump()) + '\n';
-  text += fmt::format("- {}\n+ {}\n", harmless(difference["recorded"].dump()), harmless(difference["replayed"].dump()));
+  for (const Json& event : difference["before"]) text += "  " + cell(event) + '\n';
+  text += fmt::format("- {}\n+ {}\n", cell(difference["recorded"]), cell(difference["replayed"]));
   return text;
 }
 

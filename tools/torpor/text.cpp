@@ -21,24 +21,10 @@ void use_colours(bool on) { colours = on; }
 std::string good(const std::string& text) { return coloured("32", text); }
 std::string bad(const std::string& text) { return coloured("31", text); }
 
-std::string harmless(const std::string& text) {
-  std::string out;
-  for (const char c : text) {
-    const auto byte = static_cast<unsigned char>(c);
-    if (c == '\n' || c == '\t') {
-      out += c == '\n' ? "\\n" : "\\t";
-    } else if (byte < 0x20 || byte == 0x7f) {
-      out += fmt::format("\\x{:02x}", byte);
-    } else {
-      out += c;
-    }
-  }
-  return out;
-}
+std::string cell(const Json& value) { return harmless(value.is_string() ? value.get<std::string>() : dump(value)); }
 
-std::string cell(const Json& value) {
-  return harmless(value.is_string() ? value.get<std::string>()
-                                    : value.dump(-1, ' ', false, Json::error_handler_t::replace));
+std::string dump(const Json& json, int indent) {
+  return harmless_json(json.dump(indent, ' ', false, Json::error_handler_t::replace));
 }
 
 Json metadata_json(const Metadata& metadata) {

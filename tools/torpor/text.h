@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Text for people out of an answer. Text out of a checkpoint is made harmless first: no control characters.
+// Text for people out of an answer. Text out of a checkpoint is made harmless first (base/text.h).
 #pragma once
 
 #include <string>
 #include <vector>
 
+#include "base/text.h"
 #include "checkpoint/metadata.h"
 #include "tools/torpor/verb.h"
 
@@ -12,9 +13,10 @@ namespace torpor::cli {
 
 using Row = std::vector<std::string>;
 
-// `text` with control characters as \xNN: it may have been written to change a terminal.
-std::string harmless(const std::string& text);
 std::string cell(const Json& value);  // harmless
+// JSON for --json, harmless. Names in a checkpoint may be any bytes; what is no UTF-8 is replaced, so that it is always
+// JSON. `indent` -1: in one line.
+std::string dump(const Json& json, int indent = -1);
 Json metadata_json(const Metadata& metadata);
 std::string metadata_text(const Json& metadata);  // "name=value, …", harmless
 std::string size_text(const Json& bytes);         // "1.23 GB"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from typing import ClassVar
 
 from rich.text import Text
@@ -17,7 +18,7 @@ from textual.widgets import DataTable, Footer, Input, Static
 
 import torpor.console
 from torpor.console import pages
-from torpor.console.source import Live
+from torpor.console.source import Live, printable
 from torpor.errors import Busy, Error
 
 _LOOKS_A_SECOND = 4
@@ -242,7 +243,8 @@ class Console(App):
         top.set_class(self.frozen, "frozen")
         top.set_class(bool(process and process["stops"]), "stopped")
         if process is None:
-            top.update(f"no engine tells anything in {self.source.path}. {self.source.ended or ''}")
+            why = f"no engine tells anything in {self.source.path}. {self.source.ended or self.said}"
+            top.update(Text(printable(why)))
             return
         mode = (
             "FROZEN"
@@ -255,7 +257,7 @@ class Console(App):
         if hiding := [each for each in self._snapshot["processes"] if each not in self.processes]:
             text.append(f"  {len(hiding)} ended (d)", "grey62")
         if self.said:
-            text.append(f"  {self.said}", "bold")
+            text.append(f"  {printable(self.said)}", "bold")
         for line in [line for each in (process, *hiding) for line in pages.lints(each)][:5]:
             text.append("\n").append_text(line)
         top.update(text)
@@ -295,7 +297,8 @@ class Console(App):
         self._show_chosen()
 
     def on_data_table_row_selected(self, _: DataTable.RowSelected) -> None:
-        self.action_page("2")
+        with self._saying_what_failed():
+            self.action_page("2")
 
     def on_data_table_header_selected(self, event: DataTable.HeaderSelected) -> None:
         if order := pages.COLUMNS[event.column_index][1]:
@@ -307,6 +310,21 @@ class Console(App):
         return pages.chosen_slots(process, self.wanted, self.order, self.inverted)
 
     # --- keys
+
+    @contextlib.contextmanager
+    def _saying_what_failed(self) -> Iterator[None]:
+        """What the source or a file refuses is said in the bar, and the console goes on."""
+        try:
+            yield
+        except (Error, OSError, json.JSONDecodeError) as problem:
+            self.said = str(problem)
+            self.draw()
+
+    async def run_action(self, *action, **options) -> bool:
+        """Of keys and clicks."""
+        with self._saying_what_failed():
+            return await super().run_action(*action, **options)
+        return True
 
     def action_page(self, page: str) -> None:
         if page == "2" and self.page == "1" and (process := self.process) is not None:
@@ -367,9 +385,12 @@ class Console(App):
 
     def _go_to_what_is_typed(self, seconds: str) -> None:
         try:
-            self.go_to(max(float(seconds), 0.0))
+            moment = max(float(seconds), 0.0)
         except ValueError:
             self.said = f"{seconds!r} is no number of seconds"
+            return
+        with self._saying_what_failed():
+            self.go_to(moment)
 
     def on_key(self, event) -> None:
         if event.key == "escape" and self.query_one("#filter", Input).has_class("asked"):
@@ -413,8 +434,8 @@ class Console(App):
 
     def go_to(self, moment: float) -> None:
         """Seconds after the first event of all."""
-        self.moment = moment
         self._snapshot = self.source.at(moment)
+        self.moment = moment
         self.draw()
 
     def action_process(self) -> None:

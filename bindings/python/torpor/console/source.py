@@ -32,6 +32,16 @@ def ask(*words: str) -> str:
     return done.stdout
 
 
+def lines_of(*words: str) -> list[str]:
+    """Return what the inspector says, line by line. Names in it may have characters at which str.splitlines() splits."""
+    return [line for line in ask(*words).split("\n") if line]
+
+
+def printable(text: str) -> str:
+    """Return `text` with escapes in place of what a terminal would obey."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 class Live:
     """Engines that run: the newest snapshot, as often as the inspector prints one."""
 
@@ -58,7 +68,7 @@ class Live:
         return self.snapshot if moment is None else json.loads(ask("console", self.path, "--json", "--at", str(moment)))
 
     def events(self, *words: str) -> list[dict]:
-        return [json.loads(line) for line in ask("events", self.path, "--json", *words).splitlines()]
+        return [json.loads(line) for line in lines_of("events", self.path, "--json", *words)]
 
     def lint_moments(self) -> list[list[dict]]:
         """Of each process, when each lint began."""

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torpor.console.source import ask
+from torpor.console.source import lines_of, printable
 from torpor.errors import Error, InvalidArgument, WrongState
 from torpor.vllm.recorded_inputs import ABORT, ANSWER, ENGINE, ENGINE_OPTIONS, REQUEST, TOKENS
 
@@ -164,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     try:
-        recorded = read(ask("events", options.recording, "--export", "ndjson").splitlines())
+        recorded = read(lines_of("events", options.recording, "--export", "ndjson"))
         if not any(each.not_replayable is None for each in recorded.requests):
             raise WrongState("none of the recorded requests can be given again", "record from the engine's start")
         result = replay(recorded, _engine(recorded.engine, options.model))
@@ -187,7 +187,8 @@ def shown(result: dict) -> str:
     for each in result["differing"]:
         lines += [f"{each['id']} differs from token {each['at']} on:", f"- {each['recorded']}", f"+ {each['replayed']}"]
     equal = "each equal" if result["equal"] else f"{len(result['differing'])} differ"
-    return "\n".join([*lines, f"{result['requests']} requests, {result['tokens']} tokens: {equal}"])
+    lines.append(f"{result['requests']} requests, {result['tokens']} tokens: {equal}")
+    return "\n".join(map(printable, lines))
 
 
 if __name__ == "__main__":
