@@ -33,7 +33,7 @@ def ask(*words: str) -> str:
 
 
 def lines_of(*words: str) -> list[str]:
-    """Return what the inspector says, line by line. Names in it may have characters at which str.splitlines() splits."""
+    """Return what the inspector says, by lines: names in it may have characters at which str.splitlines() splits."""
     return [line for line in ask(*words).split("\n") if line]
 
 
