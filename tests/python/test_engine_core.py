@@ -197,8 +197,8 @@ def test_a_call_of_workers_that_is_interrupted_makes_no_other_call(of_two, monke
     def interrupt(timeout=None):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(of_two.model_executor.response_mqs[0], "dequeue", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(of_two.model_executor.response_mqs[0], "dequeue", interrupt)
         of_two.collective_rpc("reload_weights")
     with pytest.raises(errors.WrongState, match=r"collective_rpc\('reload_weights'\) did not get all answers"):
         VllmHooks(of_two).call_ranks(b"order")
