@@ -10,11 +10,12 @@ class Core:
     def __init__(self, directory, rank: int):
         self.path = directory / f"rank-{rank}-of-2" / "g-000001"
         self.asked: list[tuple] = []
-        self.errors: dict[tuple, object] = {}  # by (method, keep)
+        self.errors: dict[tuple | str, object] = {}  # by method, or (method, keep)
         self.slow = asyncio.Event()
         self.quiet = False  # frozen, or asleep
         self.stands: dict = {"engine": "awake", "level": -1, "sent": {}}
         self.requests, self.others_wait = 2, False  # as it says; as the last wake said
+        self.reports: dict[tuple | str, dict] = {}  # what its reports have otherwise, as `errors`
 
     async def call(self, method: str, options: dict) -> dict:
         what = (method, options["keep"]) if "keep" in options else method
@@ -28,14 +29,16 @@ class Core:
         if method == "freeze":
             return {"result": self.stands}
         report = {
-            "changed": what == ("end_sleep", True), "fully_awake": False, "note": "", "checkpoint_parts": {},
+            "changed": what == ("end_sleep", True), "fully_awake": method == "wake_up", "note": "",
+            "checkpoint_parts": {},
             "reload": [], "failed_requests": [], "phases": [], "seconds": 1.0, "ledgers": [{}],
             "requests": self.requests, "saved_bytes": 5, "compacted_bytes": 0, "reused_bytes": 0, "host_bytes": 5,
             "disk_bytes": 0, "freed_bytes": 7, "restored_bytes": 0, "deferred_blocks": 0, "deferred_bytes": 0,
             "unread_bytes": 0, "kept_blocks": 1, "dropped_blocks": 0,
             "checkpoint_bytes": 3, "checkpoint": str(self.path) if options.get("to") == "disk" else "",
         }  # fmt: skip
-        return {"result": report | ({"held": True} if method == "sleep" else {})}
+        report |= {"held": True} if method in ("sleep", "checkpoint") else {}
+        return {"result": report | self.reports.get(what, {})}
 
 
 class Client:

@@ -344,10 +344,68 @@ def test_one_that_cannot_let_go_of_its_memory_wakes_the_others(ranks):
     from torpor import errors
 
     ranks.cores[0].errors["end_sleep", True] = errors.DeviceError("broken")
-    with pytest.raises(errors.DeviceError, match="data parallel rank 0"):
+    with pytest.raises(errors.DeviceError, match=r"data parallel rank 0: broken$") as caught:
         asyncio.run(ranks.call("sleep", TO_DISK))
+    assert not caught.value.state_changed
     assert ranks.cores[1].asked == ["sleep", ("end_sleep", True), "wake_up"]
     assert ranks.cores[0].asked == ["sleep", ("end_sleep", True)] and ranks.sets == ["committed", "withdrawn"]
+
+
+WITHOUT_WEIGHTS = {"level": 2, "preserve_state": False, "in_flight": "abort", "on_save_error": "abort"}
+
+
+def test_one_that_sleeps_without_its_weights_is_not_woken_when_another_cannot_sleep(ranks):
+    from torpor import errors
+
+    ranks.cores[0].errors["end_sleep", True] = errors.DeviceError("broken", "look at it", native=3)
+    ranks.cores[1].reports["end_sleep", True] = {"reload": ["weights"], "requests": 0}
+    with pytest.raises(errors.DeviceError) as caught:
+        asyncio.run(ranks.call("sleep", WITHOUT_WEIGHTS))
+    assert ranks.cores[1].asked == ["sleep", ("end_sleep", True)]
+    assert caught.value.what == "data parallel rank 0: broken; data parallel rank 1 sleeps without weights"
+    assert caught.value.next_step == "look at it; call wake_up(tags=['weights']), load weights, then call wake_up()"
+    assert caught.value.state_changed and caught.value.native == 3
+    asyncio.run(ranks.call("wake_up", {}))
+    assert not ranks.cores[1].others_wait
+    ranks.cores[1].reports["end_sleep", True] = {"reload": ["weights"]}
+    with pytest.raises(errors.DeviceError, match="; data parallel rank 1 has ended its requests"):
+        asyncio.run(ranks.call("sleep", WITHOUT_WEIGHTS))
+    asyncio.run(ranks.call("wake_up", {}))
+    assert ranks.cores[1].others_wait
+
+
+@pytest.mark.parametrize(
+    ("report", "options", "said", "next_step"),
+    [
+        ({"reload": ["weights"]}, {}, "rank 1 woke without weights", "call wake_up(tags=['weights']),"),
+        ({"fully_awake": False, "note": "waits"}, {}, "rank 1 is not fully awake (waits)", "call wake_up()"),
+        (None, {}, "rank 1 was not woken (data parallel rank 1: no memory (free some))", "call wake_up()"),
+        ({}, {"in_flight": "abort"}, "rank 1 has ended its requests", ""),
+        ({}, {"in_flight": "recompute"}, "rank 1 computes its requests again", ""),
+    ],
+)  # fmt: skip
+def test_a_sleep_that_one_cannot_do_says_what_is_not_as_before(ranks, report, options, said, next_step):
+    from torpor import errors
+
+    ranks.cores[0].errors["end_sleep", True] = errors.DeviceError("broken")
+    if report is None:
+        ranks.cores[1].errors["wake_up"] = errors.NotEnoughRoom("no memory", "free some")
+    else:
+        ranks.cores[1].reports["wake_up"] = report
+    with pytest.raises(errors.DeviceError) as caught:
+        asyncio.run(ranks.call("sleep", TO_DISK | ({"preserve_state": False} | options if options else {})))
+    assert caught.value.what == f"data parallel rank 0: broken; data parallel {said}" and caught.value.state_changed
+    assert caught.value.next_step.startswith(next_step) and bool(caught.value.next_step) == bool(next_step)
+    assert ranks.cores[1].asked[-1] == "wake_up"
+
+
+def test_a_checkpoint_that_one_cannot_end_wakes_nobody(ranks):
+    from torpor import errors
+
+    ranks.cores[0].errors["end_sleep", True] = errors.DeviceError("broken")
+    with pytest.raises(errors.DeviceError, match=r"data parallel rank 0: broken$"):
+        asyncio.run(ranks.call("checkpoint", {"to": "disk"}))
+    assert ranks.cores[1].asked == ["checkpoint", ("end_sleep", True)] and ranks.sets == ["committed", "withdrawn"]
 
 
 def test_a_sleep_whose_caller_is_cancelled_goes_to_its_end(ranks):

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of vLLM's workers beside torpor, and what an engine core does to its process. One test has an engine."""
 
+from collections import deque
+from multiprocessing import Pipe
 from types import SimpleNamespace
 
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
 from torpor import errors
-from torpor.vllm import engine_core, plugin, weight_updates
+from torpor.vllm import engine_core, plugin, weight_updates, worker_answers
 from torpor.vllm.hooks import VllmHooks
 from torpor.vllm.sessions import Sessions
 
@@ -50,6 +54,170 @@ def test_a_call_of_the_workers_that_times_out_makes_no_other_call(core):
         VllmHooks(core).call_ranks(b"order")
     assert refused.value.next_step == "restart the engine"
     assert len(core.model_executor.calls) == 1 and weight_updates.take_doubt(core)
+
+
+class Channel:
+    """Between processes, as far as it can be seen in one. Who reads what is not there has no time."""
+
+    def __init__(self):
+        self._out, self._in = Pipe(duplex=False)
+
+    def enqueue(self, message) -> None:
+        self._in.send(message)
+
+    def dequeue(self, timeout=None):
+        if not self.has_unread():
+            raise TimeoutError
+        return self._out.recv()
+
+    def has_unread(self) -> bool:
+        return self._out.poll()
+
+
+class OfRank:
+    """A worker of one of two processes. Which ranks refuse stands in `refusing`."""
+
+    def __init__(self, rank: int):
+        self.rank, self.refusing = rank, (0, 1)
+
+    def _answer(self, what: str, problem: Exception) -> str:
+        if self.rank in self.refusing:
+            raise problem
+        return f"{what} by rank {self.rank}"
+
+    def reload_weights(self, weights_path=None):
+        return self._answer("reloaded", errors.WrongState("the weights are detached", "wake them first"))
+
+    def add_lora(self, request) -> bool:
+        return bool(self._answer("loaded", ValueError("No adapter found")))
+
+    def torpor_rank(self, order: bytes, doubted: bool):
+        return self._answer(order.decode(), errors.DeviceError("the device is lost", native=7))
+
+    def torpor_settle(self):
+        return f"settled by rank {self.rank}"
+
+    def execute_model(self, step):
+        return f"{step} by rank {self.rank}"
+
+
+@pytest.fixture
+def of_two(core):
+    """The engine core over two such workers: vLLM's executor and its loop of workers, without their processes."""
+    workers = []
+    for rank in range(2):
+        worker = WorkerProc.__new__(WorkerProc)
+        worker.worker, worker.rank, worker.use_async_scheduling = OfRank(rank), rank, False
+        worker.worker_response_mq = Channel()
+        workers.append(worker)
+
+    calls = Channel()
+
+    def enqueue(call) -> None:
+        for worker in workers:
+            calls.enqueue(call)
+            worker._execute_worker_rpc(calls.dequeue())
+
+    executor = core.model_executor = MultiprocExecutor.__new__(MultiprocExecutor)
+    executor.is_failed, executor.futures_queue = False, deque()
+    executor.rpc_broadcast_mq = SimpleNamespace(enqueue=enqueue)
+    executor.response_mqs = [worker.worker_response_mq for worker in workers]
+    engine_core.adopt(core)
+    core.workers = [worker.worker for worker in workers]
+    yield core
+    assert type(executor) is not MultiprocExecutor and type(executor).__name__ == "MultiprocExecutor"
+    executor.shutting_down, executor.rpc_broadcast_mq, executor.response_mqs = True, None, []
+
+
+def settle(core) -> None:
+    assert not any(answers.has_unread() for answers in core.model_executor.response_mqs)
+    assert VllmHooks(core)._rpc("torpor_settle") == ["settled by rank 0", "settled by rank 1"]
+
+
+@pytest.mark.parametrize("refusing", [(0,), (1,), (0, 1)])
+def test_a_call_that_workers_refuse_leaves_no_answer_to_the_next(of_two, refusing):
+    for worker in of_two.workers:
+        worker.refusing = refusing
+    with pytest.raises(errors.WrongState, match="the weights are detached") as refused:
+        of_two.collective_rpc("reload_weights", kwargs={"weights_path": "new"})
+    assert refused.value.next_step == "wake them first"
+    settle(of_two)
+    with pytest.raises(RuntimeError, match="Worker failed with error 'No adapter found', please check") as refused:
+        of_two.add_lora(LoRARequest("a", 1, "/nowhere"))
+    assert type(refused.value) is RuntimeError
+    settle(of_two)
+    with pytest.raises(errors.DeviceError, match="the device is lost") as refused:
+        VllmHooks(of_two).call_ranks(b"order")
+    assert refused.value.native == 7
+    settle(of_two)
+    later = VllmHooks(of_two)._send("torpor_rank", b"order", False)
+    after = VllmHooks(of_two)._send("torpor_settle")
+    assert after.result() == ["settled by rank 0", "settled by rank 1"]  # it reads the answers before its own
+    with pytest.raises(errors.DeviceError, match="the device is lost"):
+        later.result()
+    settle(of_two)
+    for worker in of_two.workers:
+        worker.refusing = ()
+    assert VllmHooks(of_two).call_ranks(b"order") == ["order by rank 0", "order by rank 1"]
+
+
+def test_a_function_that_fails_in_the_workers_leaves_no_answer_to_the_next(of_two):
+    assert of_two.collective_rpc(lambda worker, add, to: worker.rank + add + to, args=(1,), kwargs={"to": 2}) == [3, 4]
+
+    def fail(worker):
+        raise ValueError(f"no such layer on rank {worker.rank}")
+
+    with pytest.raises(RuntimeError, match="Worker failed with error 'no such layer on rank 0'"):
+        of_two.collective_rpc(fail)
+    settle(of_two)
+    with pytest.raises(RuntimeError, match="Worker failed with error"):
+        of_two.collective_rpc("no_such_method")
+    settle(of_two)
+
+
+def test_answers_that_were_not_read_are_not_taken_for_others(of_two):
+    first, second = of_two.model_executor.response_mqs
+    second.dequeue, stock = first.dequeue, second.dequeue  # where nothing is: the rank has not answered
+    with pytest.raises(TimeoutError, match="RPC call to reload_weights timed out"):
+        of_two.collective_rpc("reload_weights", 5)
+    second.dequeue = stock
+    with pytest.raises(errors.WrongState, match=r"collective_rpc\('reload_weights'\) timed out") as refused:
+        VllmHooks(of_two).call_ranks(b"order")
+    assert refused.value.next_step == "restart the engine"
+
+
+def test_a_call_whose_answers_cannot_be_read_makes_no_other_call(of_two):
+    with pytest.raises(RuntimeError, match="Worker failed with error"):
+        of_two.collective_rpc(lambda worker: lambda: worker)  # no worker can send this
+    with pytest.raises(errors.WrongState, match=r"collective_rpc\('<lambda>'\) did not get all answers"):
+        VllmHooks(of_two)._send("torpor_settle")
+
+
+def test_a_call_of_workers_that_is_interrupted_makes_no_other_call(of_two, monkeypatch):
+    def interrupt(timeout=None):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(of_two.model_executor.response_mqs[0], "dequeue", interrupt)
+        of_two.collective_rpc("reload_weights")
+    with pytest.raises(errors.WrongState, match=r"collective_rpc\('reload_weights'\) did not get all answers"):
+        VllmHooks(of_two).call_ranks(b"order")
+
+
+def test_a_call_of_workers_that_cannot_be_sent_leaves_the_others_alone(of_two):
+    with pytest.raises(Exception, match="pickle"):
+        of_two.collective_rpc("reload_weights", args=(lambda: None,))
+    settle(of_two)
+
+
+def test_steps_are_vllms_own_calls(of_two, monkeypatch):
+    monkeypatch.setattr(worker_answers, "answer", None)
+    for non_block in (False, True):
+        found = of_two.model_executor.collective_rpc(
+            "execute_model", args=("step",), unique_reply_rank=1, non_block=non_block, timeout=9,
+            kv_output_aggregator=None,
+        )  # fmt: skip
+        assert (found.result() if non_block else found) == "step by rank 1"
 
 
 def test_an_engine_core_that_ends_lets_go_of_its_controller(core, monkeypatch):

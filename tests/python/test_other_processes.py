@@ -204,6 +204,33 @@ def test_sleeps_and_wakes_with_engine_and_workers_in_other_processes(
         stop(llm)
 
 
+@pytest.mark.slow
+@pytest.mark.long
+def test_workers_that_refuse_a_call_leave_their_engine_as_it_was(
+    in_other_processes, zygote, tiny_model, tmp_path, monkeypatch
+):  # fmt: skip
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    names = ["greedy", "seeded"]
+    with zygote.spawning():
+        llm = start(tiny_model, tmp_path, tensor_parallel_size=2)
+    try:
+        add_requests(llm.llm_engine, names, LONG)
+        expected = written(run(llm.llm_engine))
+        llm.reset_prefix_cache()
+        add_requests(llm.llm_engine, names, LONG)
+        answers = run(llm.llm_engine, 6)
+        llm.sleep(level=1, preserve_state=True)
+        for _ in range(2):
+            with pytest.raises(Exception, match="the weights are detached"):
+                llm.collective_rpc("reload_weights")
+        with pytest.raises(Exception, match="Worker failed with error"):
+            llm.collective_rpc("no_such_method")
+        assert llm.wake_up()
+        assert written(answers | run(llm.llm_engine)) == expected
+    finally:
+        stop(llm)
+
+
 @contextlib.contextmanager
 def _stopped_once(events_dir):
     """A console stops the engine behind a request that decodes, lets it take a step, and lets it go."""

@@ -149,10 +149,12 @@ class Ranks:
         ended = await self._ask("end_sleep", [{"keep": True}] * self._size, held)
         try:
             reports = [*_all(ended), *(reports[rank] for rank in range(self._size) if rank not in held)]
-        except BaseException:
+        except BaseException as problem:
             if written is not None:
                 await asyncio.to_thread(written.withdraw)
-            await self._wake_those_asleep(held, ended)
+            if method == "sleep":
+                asleep = {rank: reply for rank, reply in zip(held, ended, strict=True) if isinstance(reply, dict)}
+                await self._wake_those_asleep(asleep, options, problem)
             raise
         report = _merged_reports(reports) | {"checkpoint": ""}
         if report["changed"]:
@@ -179,10 +181,44 @@ class Ranks:
         for failed in (reply for reply in taken if isinstance(reply, BaseException)):
             raise failed
 
-    async def _wake_those_asleep(self, held: list[int], ended: list) -> None:
-        """After a rank could not let go of its memory. What cannot be woken either stays asleep, and can be later."""
-        asleep = [rank for rank, reply in zip(held, ended, strict=True) if isinstance(reply, dict)]
-        await self._ask("wake_up", [{}] * self._size, asleep)
+    async def _wake_those_asleep(self, asleep: dict[int, dict], options: dict, problem: BaseException) -> None:
+        """After a rank could not let go of its memory, the `problem`. `asleep`: the reports of those that could.
+
+        Ranks that sleep without their weights stay asleep: they would serve with weights that have no content. What
+        cannot be woken stays asleep, too, and can be later. Raises the problem with what is not as before.
+        """
+        unloaded = {rank: report["reload"] for rank, report in asleep.items() if report["reload"]}
+        whole = [rank for rank in asleep if rank not in unloaded]
+        woken = dict(zip(whole, await self._ask("wake_up", [{}] * self._size, whole), strict=True))
+        if unloaded:
+            self._have_requests = any(report["requests"] > 0 for report in asleep.values())
+        if not isinstance(problem, Error):
+            return
+        found, next_steps = [], [problem.next_step]
+        for rank, tags in unloaded.items():
+            found.append(f"data parallel rank {rank} sleeps without {', '.join(tags)}")
+        for rank, reply in woken.items():
+            if isinstance(reply, BaseException):
+                found.append(f"data parallel rank {rank} was not woken ({reply})")
+            elif reply["reload"]:
+                found.append(f"data parallel rank {rank} woke without {', '.join(reply['reload'])}")
+                unloaded[rank] = reply["reload"]
+            elif not reply["fully_awake"]:
+                found.append(f"data parallel rank {rank} is not fully awake ({reply['note']})")
+        if options.get("level", 1) > 0 and not options.get("preserve_state"):
+            how = "computes its requests again" if options.get("in_flight") == "recompute" else "has ended its requests"
+            found += [f"data parallel rank {rank} {how}" for rank, report in asleep.items() if report["requests"] > 0]
+        if not found:
+            return
+        if unloaded:
+            tags = sorted({tag for of_rank in unloaded.values() for tag in of_rank})
+            next_steps.append(f"call wake_up(tags={tags}), load {', '.join(tags)}, then call wake_up()")
+        elif not all(isinstance(reply, dict) and reply["fully_awake"] for reply in woken.values()):
+            next_steps.append("call wake_up()")
+        raise errors.make(
+            problem.code, "; ".join([problem.what, *found]), "; ".join(filter(None, next_steps)), problem.origin,
+            problem.native, state_changed=True,
+        ) from problem  # fmt: skip
 
     def _split(self, outputs: dict) -> list[dict]:
         """The front end's part of each rank: of its own requests."""

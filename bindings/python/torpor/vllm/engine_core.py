@@ -17,7 +17,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from torpor import _core
 from torpor.errors import Error, InvalidArgument, Unsupported, WrongState
-from torpor.vllm import call_hooks, connector_sleep, freezing, idle_sessions, plugin, residency, slots
+from torpor.vllm import call_hooks, connector_sleep, freezing, idle_sessions, plugin, residency, slots, worker_answers
 from torpor.vllm.asking import asks
 from torpor.vllm.forks import Forks
 from torpor.vllm.hooks import VllmHooks
@@ -28,7 +28,8 @@ from torpor.vllm.preemptions import Preemptions
 from torpor.vllm.sessions import Sessions
 from torpor.vllm.slots import begin_events
 from torpor.vllm.support import compute_for_each_other, may_extend
-from torpor.vllm.weight_updates import Updates, invalidate_adapters, doubt_kv, doubt_weights_after, note_timeout
+from torpor.vllm.weight_updates import Updates, invalidate_adapters, doubt_kv, doubt_weights_after
+from torpor.vllm.worker_answers import note_timeout
 
 _STANDING = ("freeze", "sleep", "checkpoint", "wake_up")  # of ranks that compute for each other: only if all stand
 # Methods of EngineSide that a front end may call.
@@ -514,6 +515,7 @@ def install(patches: Patches) -> None:
 def adopt(core: EngineCore) -> None:
     """Give the engine core of an engine that asks its mixin."""
     mix_in(core, EngineCoreProcMixin if isinstance(core, EngineCoreProc) else EngineCoreMixin)
+    worker_answers.adopt(core.model_executor)
     idle_sessions.watch(core)
     if (connector := connector_sleep.side_of(core.scheduler)) is not None:
         connector.draw_again = lambda *step: core.collective_rpc("torpor_draw_again", args=step)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from typing import Any, NoReturn
 
 from vllm import LLM
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import InprocClient, MPClient
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.reader import Metric
 
@@ -184,4 +186,24 @@ def adopt(front_end: LLM | LLMEngine | AsyncLLM, vllm_config) -> None:
         mix_in(client, InprocClientMixin)
         engine_core.adopt(client.engine_core)
     elif isinstance(client, MPClient):
-        mix_in(client, MPClientMixin)
+        adopt_client(client)
+
+
+def adopt_client(client: MPClient) -> None:
+    """Give the client of engine cores in other processes its mixin.
+
+    An engine core that ends by itself says so first: vLLM does not shut the client down then.
+    """
+    mix_in(client, MPClientMixin)
+    resources, known = client.resources, weakref.ref(client)
+    stock = resources.validate_alive
+
+    def validate_alive(frames) -> None:
+        try:
+            stock(frames)
+        except EngineDeadError:
+            if (client := known()) is not None:
+                frontend.end_calls(client)
+            raise
+
+    resources.validate_alive = validate_alive  # the task, or thread, that receives holds `resources` alone

@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from torpor.errors import Incompatible, TimedOut
 from torpor.vllm import block_versions, connector_adapters, connector_sleep, grammar, kept, pauses, plugin
-from torpor.vllm import pool_values, weight_updates
+from torpor.vllm import pool_values, weight_updates, worker_answers
 from torpor.vllm import scheduler_values as values
 from torpor.vllm.fingerprint import fingerprint
 from torpor.vllm.forks import Forks
@@ -520,10 +520,10 @@ class VllmHooks:
         return self._rpc("torpor_request_states", requests)
 
     def _rpc(self, method: str, *arguments) -> list:
-        weight_updates.check_answered(self.core)
+        worker_answers.check_answered(self.core)
         return self.core.collective_rpc(method, args=arguments)
 
     def _send(self, method: str, *arguments) -> Future:
         """The same for later; workers in this process have done it before this returns."""
-        weight_updates.check_answered(self.core)
+        worker_answers.check_answered(self.core)
         return self.core.model_executor.collective_rpc(method, args=arguments, non_block=True)

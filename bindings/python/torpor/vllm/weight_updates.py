@@ -181,19 +181,6 @@ def doubt_kv(core) -> None:
     core.torpor_kv_doubts = getattr(core, "torpor_kv_doubts", 0) + 1
 
 
-def note_timeout(core, method) -> None:
-    """vLLM does not tell the answers of workers in other processes apart, and this one is still to come."""
-    if core.vllm_config.parallel_config.distributed_executor_backend != "uni":
-        core.torpor_unanswered = method if isinstance(method, str) else getattr(method, "__name__", "a function")
-
-
-def check_answered(core) -> None:
-    if (method := getattr(core, "torpor_unanswered", None)) is not None:
-        raise WrongState(
-            f"collective_rpc({method!r}) timed out: its answer would be taken for the next one's", "restart the engine"
-        )
-
-
 def take_doubt(core) -> bool:
     doubted = getattr(core, "torpor_weights_doubted", False)
     core.torpor_weights_doubted = False

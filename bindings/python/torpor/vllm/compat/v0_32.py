@@ -117,7 +117,7 @@ ENGINE = (
             Class(
                 "MPClient",
                 calls={"shutdown": "self, timeout=None"},
-                fields="utility_results",
+                fields="resources utility_results",
             ),
             Class(
                 "SyncMPClient",
