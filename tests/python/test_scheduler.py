@@ -126,7 +126,7 @@ def test_the_engine_cores_loop_asks_another_scheduler_nothing_of_torpor(torpor, 
     core.scheduler = Foreign.__new__(Foreign)
     core.vllm_config = core.scheduler.vllm_config = configuration(torpor=torpor)
     core.scheduler.has_requests = lambda: has_requests
-    core.batch_queue, core.engines_running = None, False
+    core.batch_queue, core.engines_running, core.model_executor = None, False, SimpleNamespace()
     assert core.has_work() is has_requests
 
 

@@ -104,11 +104,12 @@ def check_alone(device: int) -> None:
     """Before an engine loads its weights: raise Unsupported if another one of this process has memory on the device.
 
     Tags have plain names, so a sleep of one would take the other's memory too. vLLM's own allocator refuses it as well.
+    Of an engine that has ended, vLLM may keep tensors among the weights, but no KV cache.
     """
     gc.collect()
     memory.release_unused()
     tags = memory.ledger().get(device, {"tags": {}})["tags"]
-    if any(tag in tags and tags[tag]["region_bytes"] > 0 for tag in ("weights", "kv_cache")):
+    if tags.get("kv_cache", {"region_bytes": 0})["region_bytes"] > 0:
         raise Unsupported(
             f"another engine of this process has its memory on device {device}",
             "shut that one down first, or run each engine in a process of its own",
