@@ -23,8 +23,9 @@ TEST(HttpGet, AsksTheServerItselfWhateverProxyTheEnvironmentNames) {
   EXPECT_EQ(value_of(http_get(server.endpoint() + "/v1/sessions", "secret", {})).body, "of the server");
   EXPECT_EQ(value_of(http_post(server.endpoint() + "/torpor/switch", "secret", {})).body, "of the server");
   for (const char* const name : kProxies) ::unsetenv(name);
-  server.wait_for_all();
   EXPECT_EQ(proxy.count(), 0u);
+  ASSERT_EQ(server.count(), 2u);
+  server.wait_for_all();
   for (const std::string& head : server.heads) EXPECT_NE(head.find("Authorization: Bearer secret"), std::string::npos);
 }
 
