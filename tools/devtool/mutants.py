@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from devtool import setup
+from devtool import setup, testing
 from devtool.setup import ROOT, SetupError, cmake_build, say
 
 COMPILED = ROOT / "build/mutants/compiled"  # a lane's copy of the source, and what is compiled of it
@@ -147,13 +147,24 @@ def missed_by_pytest(mutants: list[dict], more: dict[str, str], python: Path, mo
         return {0: "", 1: "fails"}.get(done.returncode, "crashes")
 
     try:
-        without = pytest(*sorted({m["caught_by"].split()[1] for m in mutants}))
-        if without.returncode != 0:
-            said = without.stdout[-3000:] + without.stderr[-1000:]
-            raise SetupError(f"the tests of mutants fail without a fault:\n{said}")
+        for nodes in of_one_process({m["caught_by"].split()[1] for m in mutants}):
+            without = pytest(*nodes)
+            if without.returncode != 0:
+                said = without.stdout[-3000:] + without.stderr[-1000:]
+                raise SetupError(f"the tests of mutants fail without a fault:\n{said}")
         return sum(not caught(m, ENGINES, caught_by) for m in mutants)
     finally:
         zygote.close()
+
+
+def of_one_process(nodes: set[str]) -> list[list[str]]:
+    """These tests of pytest, those together that `test` runs in one process, too: their engines share it."""
+    apart = (testing.SESSIONS, testing.FEW_BLOCKS, testing.SERVERS)
+    found: dict[int, list[str]] = {}
+    for node in sorted(nodes):
+        place = next((at for at, files in enumerate(apart) if node.split("::")[0] in files), len(apart))
+        found.setdefault(place, []).append(node)
+    return list(found.values())
 
 
 def copy_tree(tree: Path) -> None:
