@@ -130,9 +130,9 @@ def missed_by_pytest(mutants: list[dict], more: dict[str, str], python: Path, mo
         (source / "build").symlink_to(ROOT / "build")
     zygote = Zygote(python, env)
 
-    def pytest(*nodes: str) -> subprocess.CompletedProcess:
+    def pytest(*nodes: str, seconds: float = PYTHON_HANG_SECONDS) -> subprocess.CompletedProcess:
         words = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *nodes]
-        return zygote.run(words, env=env, cwd=source, timeout=PYTHON_HANG_SECONDS)
+        return zygote.run(words, env=env, cwd=source, timeout=seconds)
 
     def caught_by(mutant: dict) -> str:
         if not in_adapter(mutant):
@@ -148,7 +148,7 @@ def missed_by_pytest(mutants: list[dict], more: dict[str, str], python: Path, mo
 
     try:
         for nodes in of_one_process({m["caught_by"].split()[1] for m in mutants}):
-            without = pytest(*nodes)
+            without = pytest(*nodes, seconds=PYTHON_HANG_SECONDS * len(nodes))
             if without.returncode != 0:
                 said = without.stdout[-3000:] + without.stderr[-1000:]
                 raise SetupError(f"the tests of mutants fail without a fault:\n{said}")
