@@ -591,8 +591,8 @@ class ConnectorScheduler final : public console::OffloadAccess {
     }
   }
 
-  // Of few_, which take_blocks() has filled: set those to -1 that end behind the load. The request fills them, and vLLM
-  // may have entered them as full blocks by now: what was loaded is the content of a part.
+  // After take_blocks(): set those of few_ to -1 that end behind the load. The request fills these blocks, and vLLM may
+  // have entered them as full ones by now, while the loaded slots have the content of a part.
   void leave_out_partial(const Record& record, size_t units) {
     size_t at = 0;
     for (size_t group = 0; group < groups_.size(); ++group) {

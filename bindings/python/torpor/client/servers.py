@@ -70,7 +70,7 @@ class Servers:
         return bool(without)
 
     def replies(self) -> str:
-        """What each server replied, for an error."""
+        """Return what each server replied, for an error."""
         return "; ".join(f"{base or self._first}: {what}" for base, what in self._replies.items())
 
     def _all(self) -> list[str]:

@@ -313,7 +313,7 @@ class Console(App):
 
     @contextlib.contextmanager
     def _saying_what_failed(self) -> Iterator[None]:
-        """What the source or a file refuses is said in the bar, and the console goes on."""
+        """Show in the bar what the source or a file refuses, and go on."""
         try:
             yield
         except (Error, OSError, json.JSONDecodeError) as problem:
@@ -321,7 +321,7 @@ class Console(App):
             self.draw()
 
     async def run_action(self, *action, **options) -> bool:
-        """Of keys and clicks."""
+        """Run what a key or a click means."""
         with self._saying_what_failed():
             return await super().run_action(*action, **options)
         return True

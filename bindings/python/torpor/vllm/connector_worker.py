@@ -13,6 +13,7 @@ from torpor.vllm.connector_messages import Orders, RankIsReady, Report
 from torpor.vllm.connector_options import ConnectorOptions, keys_have_adapters, storage_options
 from torpor.vllm.fingerprint import key_space
 from torpor.vllm.options import Options
+from torpor.vllm.support import rank_of
 from torpor.vllm.worker_memory import WorkerMemory
 
 logger = logging.getLogger("vllm.torpor")
@@ -82,7 +83,7 @@ class WorkerSide:
         self.core = core = _core.ConnectorWorker(
             memory.rank_memory,
             {
-                "rank": mine.rank,
+                "rank": rank_of(mine),
                 "host_bytes": options.host_bytes,
                 "directory": options.disk_dir,
                 "key_file": torpor.key_file,

@@ -76,9 +76,8 @@ class Ranks:
 
     async def _stand(self) -> None:
         if not self._standing:
-            if (
-                self._size < self._parallel.data_parallel_size
-            ):  # the others would compute on, and these never stand still
+            # Otherwise the others would compute on, and these would wait for them for ever.
+            if self._size < self._parallel.data_parallel_size:
                 raise Unsupported(
                     f"data parallelism with experts: {self._size} of "
                     f"{self._parallel.data_parallel_size} ranks are behind this AsyncLLM",

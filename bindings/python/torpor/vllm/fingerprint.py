@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from torpor import _core
 from torpor.vllm import connector_groups, kv_layout
 from torpor.vllm.options import Options
-from torpor.vllm.support import base_of
+from torpor.vllm.support import base_of, rank_of
 
 
 # Both are asked for while an engine stands still, and take milliseconds.
@@ -59,7 +59,7 @@ def key_space(worker) -> str:
     fields = (
         of_weights(config, Options.of(config))
         | {
-            "rank": worker.rank,
+            "rank": rank_of(worker),
             "max_model_len": config.model_config.max_model_len,
             "kv_cache_dtype": cache.cache_dtype,
             "block_size": cache.block_size,

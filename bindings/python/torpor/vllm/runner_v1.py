@@ -35,8 +35,8 @@ def unsupported(runner) -> list[str]:
 
 
 def lost_in_a_new_process(runner) -> list[str]:
-    """Return, by name, what a new process cannot make again. Logits processors of somebody's own know from requests and
-    their tokens alone what they know."""
+    """Return the names of features whose state a new process cannot rebuild. It can rebuild that of vLLM's logits
+    processors, which depends on requests and their tokens alone."""
     kinds = {type(processor) for processor in runner.input_batch.logitsprocs.all}
     found = [f"the logits processor {kind.__name__}" for kind in kinds if not kind.__module__.startswith("vllm.")]
     if getattr(runner, "is_multimodal_pruning_enabled", False) and runner.uses_mrope:
@@ -87,8 +87,8 @@ def capture(runner, sampling: dict[str, dict]) -> dict:
 
 
 def _accepted(runner) -> dict[str, int]:
-    """Of each request how many tokens its last step accepted, where these are not one: of the states that it has in a
-    layer, that is the one to go on from."""
+    """Return, for each request, how many tokens its last step accepted, if not one. With speculation a request has
+    several states in a layer, and goes on from the one of this number."""
     accepted, rows = runner.input_batch.num_accepted_tokens_cpu, runner.input_batch.req_id_to_index
     return {request_id: int(accepted[row]) for request_id, row in rows.items() if accepted[row] != 1}
 

@@ -60,6 +60,11 @@ def compute_for_each_other(vllm_config) -> bool:
     return vllm_config.parallel_config.data_parallel_size > 1
 
 
+def rank_of(worker) -> int:
+    """Return its number among the engine's workers. An external launcher numbers the processes of all engines."""
+    return 0 if worker.vllm_config.parallel_config.world_size == 1 else worker.rank
+
+
 def may_extend(vllm_config, scheduler) -> bool:
     """Whether a running request can be given tokens, which are computed as a prompt's on top of what it has.
 

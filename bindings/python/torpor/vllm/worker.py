@@ -31,6 +31,7 @@ from torpor.vllm.mixed_in import Stock
 from torpor.vllm.named_mixins import NamedMixins
 from torpor.vllm.options import Options, holds_memory_of
 from torpor.vllm.slots import begin_events
+from torpor.vllm.support import rank_of
 from torpor.vllm.worker_memory import WorkerMemory
 
 _of_this_process = None
@@ -63,26 +64,21 @@ def _loading(runner, memory: AbstractContextManager):
     adapters.remember_digests(runner)
 
 
-def _rank(worker) -> int:
-    """Return its number among the engine's workers. An external launcher numbers the processes of all engines."""
-    return 0 if worker.vllm_config.parallel_config.world_size == 1 else worker.rank
-
-
 def _memory(self) -> WorkerMemory:
     """This worker's memory; made when it is first asked for."""
     if not hasattr(self, "torpor_memory"):
         self.torpor_threads = torch.get_num_threads()  # drafting by n-grams changes it
         options = Options.of(self.vllm_config)
         alone = self.vllm_config.parallel_config.world_size == 1  # perhaps in the process of the scheduler
-        begin_events(self.vllm_config, "core" if alone else "rank", _rank(self))
+        begin_events(self.vllm_config, "core" if alone else "rank", rank_of(self))
         call_hooks.register_named(self.vllm_config)
         names = (
             "arena_budget_bytes", "arena_prefault_bytes", "copy_threads", "retain_kv_bytes", "host_compression",
             "spill_dir", "key_file", "encrypt",
         )  # fmt: skip
-        of_rank = {"rank": _rank(self)} | {name: getattr(options, name) for name in names}
+        of_rank = {"rank": rank_of(self)} | {name: getattr(options, name) for name in names}
         if current_platform.is_cpu():
-            self.torpor_memory = CpuWorkerMemory(_core.RankMemory(of_rank), _rank(self), options.cpu_linear)
+            self.torpor_memory = CpuWorkerMemory(_core.RankMemory(of_rank), rank_of(self), options.cpu_linear)
         else:
             from torpor.vllm.gpu_memory import GpuWorkerMemory
 
@@ -170,7 +166,7 @@ class WorkerMixin(Stock):
 
     def torpor_call_connector(self, hook: str) -> str | None:
         """Call a hook of a KV connector that is not torpor's alone. Returns why it failed."""
-        return other_connectors.call_in_worker(_rank(self), hook)
+        return other_connectors.call_in_worker(rank_of(self), hook)
 
     def torpor_keep_derived(self) -> None:
         self.torpor_memory.keep_derived()
@@ -213,7 +209,7 @@ class WorkerMixin(Stock):
         `anew`: without what was kept of requests.
         """
         with kept.made_anew(anew):
-            state = {"rank": _rank(self)} | _runner(self).capture(self.model_runner, sampling)
+            state = {"rank": rank_of(self)} | _runner(self).capture(self.model_runner, sampling)
         if (layout := self.torpor_memory.weights_layout) is not None:
             state["engine"]["weights"] = layout
         state["engine"]["adapters"] = adapters.loaded(self.model_runner)
@@ -227,7 +223,7 @@ class WorkerMixin(Stock):
 
     def torpor_expect(self, request: dict) -> None:
         """Prepare the model runner for a request that comes from an image (portable.py)."""
-        of_runner = request["of_runners"][_rank(self)]
+        of_runner = request["of_runners"][rank_of(self)]
         _runner(self).expect(self.model_runner, request | {"of_runner": of_runner})
 
     def torpor_reconnect(self, workers: list[dict], shared: int | None, unseeded_waits: bool) -> None:
@@ -239,7 +235,7 @@ class WorkerMixin(Stock):
         """
         drawn = _runner(self).drawn_from(self.model_runner, unseeded_waits) if os.getpid() == shared else device.ALL
         with device.generators_kept(self.device, but=drawn):
-            _runner(self).reconnect(self.model_runner, workers[_rank(self)])
+            _runner(self).reconnect(self.model_runner, workers[rank_of(self)])
         self.synchronize_device()
 
     def torpor_restore(self, workers: list[dict], given_since: list[dict], inputs: dict[str, dict]) -> None:
@@ -250,7 +246,7 @@ class WorkerMixin(Stock):
         """
         self.model_runner.reset_encoder_cache()  # the scheduler's knows of nothing
         of_requests = {request_id: Inputs.from_value(value) for request_id, value in inputs.items()}
-        own = workers[_rank(self)]
+        own = workers[rank_of(self)]
         _runner(self).restore(self.model_runner, own, given_since, of_requests)
         queries = own["engine"].get("queries")  # absent in older checkpoints
         pooling.restore_queries(_runner(self).queries(self.model_runner), queries, self.device)

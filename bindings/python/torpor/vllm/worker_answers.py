@@ -47,7 +47,7 @@ class ExecutorMixin(Executor):
 
 
 class Answers(Future):
-    """What the workers answer. As vLLM's own, it is read by result(), and not before."""
+    """The answers of all workers. Like vLLM's own future, it reads their queues in result(), and not before."""
 
     def __init__(self, executor: Executor, method, asked: Future):
         super().__init__()

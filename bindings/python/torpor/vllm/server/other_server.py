@@ -141,8 +141,8 @@ class Other:
 
 
 def _fingerprint(file: str) -> aiohttp.Fingerprint:
-    """Of the server's own certificate, which is the first one in a file with a chain. It is read for each call: the
-    file may have been renewed."""
+    """Return the fingerprint of the server's own certificate, the first one in `file`. Each call reads the file: it may
+    have been renewed."""
     try:
         with open(file, encoding="ascii", errors="replace") as opened:
             found = _CERTIFICATE.search(opened.read())

@@ -630,7 +630,7 @@ async def choices(life: Server, response: str, request: Request) -> list[str] | 
 
 
 def parsed(life: Server, request_id: str) -> list[str]:
-    """What vLLM parses out of the text of such an answer, before it gives it to its client."""
+    """Return what vLLM parses out of the text of such an answer before it sends it to the client."""
     if life.log.answers.get(request_id)["response"].startswith(_NEVER_PARSED):
         return []
     args = life.app_state.args
