@@ -78,6 +78,16 @@ class Http:
         self.should_exit = not self.drains
 
 
+class Store:
+    """An object store that this server owns."""
+
+    def __init__(self, server):
+        self._server, self.released_after_close = server, []
+
+    async def release(self) -> None:
+        self.released_after_close.append(self._server.log.closed)
+
+
 async def ready(monkeypatch, directory, shutdown_timeout: int = 0, **settings):
     """Return a server that serves NAMES, its vLLM's HTTP server, and the queues of its clients."""
     from torpor.vllm.server import ending
@@ -163,6 +173,7 @@ def test_a_client_that_reads_nothing_keeps_no_server(monkeypatch, tmp_path, loop
 def test_what_vllms_own_way_out_aborts_goes_on_in_the_next_server(monkeypatch, tmp_path, number, on_sigterm, loop):
     async def scene():
         _, server, http, queues = await ready(monkeypatch, tmp_path, on_sigterm=on_sigterm)
+        server.remote = Store(server)
         os.kill(os.getpid(), number)
         # The engine may have had the signal, too, and a client may give up, before anything else of this process runs.
         server.engine.give("a", finish=FinishReason.ABORT)
@@ -180,6 +191,7 @@ def test_what_vllms_own_way_out_aborts_goes_on_in_the_next_server(monkeypatch, t
             await server.engine.abort("c")
         await until(lambda: http.force_exit)
         assert http.signals == [number]
+        assert server.remote.released_after_close == [True]  # once; the next server need not wait for a term
         assert states(next_log(tmp_path)) == dict.fromkeys(NAMES, "running")
 
     loop(asyncio.wait_for(scene(), 60))

@@ -95,7 +95,7 @@ async def _end_unsaved(server) -> None:
     lost = await _unwritten(server)
     if server.recorder is not None:
         logger.info("torpor: ends without a checkpoint, with %d requests to go on", server.running() - len(lost))
-    await _goodbye(server, lost)
+    await asyncio.gather(_goodbye(server, lost), _release(server))  # vLLM may end the process soon
 
 
 def _enter_ending(server) -> None:
@@ -142,8 +142,7 @@ async def _end(server) -> None:
                 else "without a response log these requests end here, or go on from an older checkpoint",
             )
         await _goodbye(server, lost)
-    if server.remote is not None:
-        await server.tasks.run(server.remote.release(), _ENDING)
+    await _release(server)
     logger.info("torpor: ended with %d requests to go on, in %.2f s", running, time.monotonic() - began)
 
 
@@ -210,6 +209,12 @@ async def _goodbye(server, lost: Collection[str] = ()) -> None:
     except Exception as problem:
         server.tasks.failed(_ENDING, problem)
     await server.tasks.run(_notify_clients(server, lost), _ENDING)
+
+
+async def _release(server) -> None:
+    """Let the next server own at once what is in the object store. The log is closed: nothing is recorded any more."""
+    if server.remote is not None:
+        await server.tasks.run(server.remote.release(), _ENDING)
 
 
 async def _save_before_end(server, before: str) -> None:
