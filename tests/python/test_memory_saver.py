@@ -238,10 +238,10 @@ with configure_subprocess():
     if len(sys.argv) == 2:
         subprocess.run([sys.executable, "-c", sys.stdin.read(), sys.argv[1], "child"], check=True)
 saver.retain_cpu_backup = True  # before the first region
-with memory.scope("w"):
+with memory.scope("weights"):                      # a sleep trusts the backup of this tag, unless asked to check
     address = memory.allocate(1000)
-saver.pause("w")
-saver.resume("w")
+saver.pause("weights")
+saver.resume("weights")
 assert memory.saved(address, 1000) == bytes(1000)  # retained
 ctypes.memset(address, 7, 1000)                    # nobody says so
 saver.pause()
