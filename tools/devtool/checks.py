@@ -234,16 +234,20 @@ def broken_promises(root: Path) -> list[str]:
 
 
 def stale_mutants(root: Path) -> list[str]:
-    """Faults of tests/mutants.toml whose text is not exactly once in their file: they could not be planted."""
-    mutants = tomllib.loads((root / "tests/mutants.toml").read_text())["mutant"]
-    counts = (
-        (m, (root / m["file"]).read_text().count(m["replace"]) if (root / m["file"]).is_file() else 0) for m in mutants
-    )
-    return [
-        f"tests/mutants.toml: {m['name']!r}: {m['file']} has its text {count} times"
-        for m, count in counts
-        if count != 1
-    ]
+    """Faults of tests/mutants.toml that could not be planted: their text is not exactly once in their file, or what
+    they make of a file in Python cannot be parsed."""
+    problems = []
+    for m in tomllib.loads((root / "tests/mutants.toml").read_text())["mutant"]:
+        path = root / m["file"]
+        text = path.read_text() if path.is_file() else ""
+        if (count := text.count(m["replace"])) != 1:
+            problems.append(f"tests/mutants.toml: {m['name']!r}: {m['file']} has its text {count} times")
+        elif path.suffix == ".py":
+            try:
+                ast.parse(text.replace(m["replace"], m["by"]))
+            except SyntaxError as problem:
+                problems.append(f"tests/mutants.toml: {m['name']!r}: {m['file']} would not parse: {problem}")
+    return problems
 
 
 _GTEST = re.compile(r"\bT(?:EST|YPED_TEST)\w*\(\s*(\w+),\s*(\w+)")
