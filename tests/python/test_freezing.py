@@ -152,6 +152,28 @@ def test_a_pause_that_is_ended_while_ranks_stand_is_over_when_they_go_on():
     assert rank.pause_state is PauseState.UNPAUSED
 
 
+def test_the_engine_is_asked_again_about_a_request_that_came_behind_the_freeze():
+    class Side:
+        """Of a front end that has a request of which the freeze said nothing."""
+
+        asked = 0
+
+        def behind(self, sent: dict[str, int]) -> list[str]:
+            return [] if "late" in sent else ["late"]
+
+        async def receive(self) -> None:
+            await asyncio.sleep(0)
+
+        async def call(self, what: str) -> dict[str, int]:
+            assert what == "sent"
+            self.asked += 1
+            return {"late": 0} if self.asked == 2 else {}  # at first it is still on its way
+
+    side = Side()
+    asyncio.run(asyncio.wait_for(frontend.caught_up(side, {}), 5))
+    assert side.asked == 2
+
+
 class Engine:
     """An AsyncLLM whose engine core is in another process, and readers of it."""
 
