@@ -34,12 +34,14 @@ def test_a_sleep_at_any_step_changes_nothing(one, steps, to):
     assert one.llm.torpor.state().recomputed_tokens == 0
 
 
-@pytest.mark.parametrize("steps", [pytest.param(3, marks=LONG_ON_GPU_PATH), 20])
+@pytest.mark.parametrize("steps", [pytest.param(3, marks=LONG_ON_GPU_PATH), 20 if gpu_path.active() else 35])
 def test_a_checkpoint_puts_an_engine_that_has_nothing_left_back_to_where_it_was(one, steps):
     """As in a new process, and besides the answers everything that the adapter captures is the same again."""
     answers = one.begin(steps)
     report = one.llm.sleep(level=1, preserve_state=True, to="disk")
     before = _captured(one)
+    if steps > 3:  # requests have ended, and their blocks are given out again in another order than by their numbers
+        assert list(before["pool"]["free_order"]) != sorted(before["pool"]["free_order"])
     answers |= one.stopped()
     one.llm.wake_up()
     run(one.engine)
