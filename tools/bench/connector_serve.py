@@ -49,7 +49,8 @@ class Engine:
         dtype: str | None = None,
         **more,
     ):
-        """With a directory, torpor's connector offloads into it; `torpor`: its options, in place of the usual ones.
+        """With a directory, torpor's connector offloads into it; `torpor`: its options, in place of the usual ones. One
+        that is None is not given: without `offload` there is no connector.
         more: arguments of the engine, in place of the bench's own."""
         self._more = more
         self._model, self._tokens, self._at_once, self._directory = model, tokens, at_once, directory
@@ -102,7 +103,8 @@ class Engine:
             os.environ["VLLM_PLUGINS"] = ""
         from vllm import LLM
 
-        offload = {"offload": "eager", "checkpoint_dir": str(self._directory)} | self._torpor
+        given = {"offload": "eager", "checkpoint_dir": str(self._directory)} | self._torpor
+        offload = {name: value for name, value in given.items() if value is not None}
         options = {
             "dtype": self._dtype,
             "block_size": BLOCK,

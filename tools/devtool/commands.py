@@ -48,6 +48,7 @@ BENCHES = {
     "python_baselines": "tools/bench/python_baselines_bench.py",
     "server": "tools/bench/server_bench.py",
     "start": "tools/bench/start_bench.py",
+    "steps": "tools/bench/steps_bench.py",
     "cold_start": "tools/bench/cold_start_bench.py",
     "response_log": "tools/bench/response_log_bench.py",
     "server_sleeps": "tools/bench/server_sleeps_bench.py",
