@@ -172,13 +172,26 @@ def test_a_pod_starts_a_server_that_keeps_its_promises(monkeypatch):
     delay = container["lifecycle"]["preStop"]["exec"]["command"]
     assert delay[:2] == ["/bin/sh", "-c"] and re.fullmatch(r"sleep \d+", delay[2])
     assert pod["terminationGracePeriodSeconds"] >= int(delay[2].split()[1]) + settings.sigterm_seconds + 10
-    paths = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
-    assert paths == {"startupProbe": "/health", "livenessProbe": "/health", "readinessProbe": "/torpor/ready"}
+    paths = {name: container[name]["httpGet"]["path"] for name in ("livenessProbe", "readinessProbe")}
+    assert paths == {"livenessProbe": "/health", "readinessProbe": "/torpor/ready"}
+    # A start that failed succeeds here, so that /health decides whether a restart may help.
+    assert container["startupProbe"]["tcpSocket"] == {"port": "http"} and "httpGet" not in container["startupProbe"]
     assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] >= 300
     assert {each["name"] for each in container["env"]} >= {
         "VLLM_API_KEY",
         "TORPOR_ADMIN_KEY",
     }  # not among the arguments
+
+
+def test_nobody_connects_to_a_server_that_starts():
+    """vLLM binds its port before it loads the model, and listens after the start: a startupProbe sees the difference."""
+    import socket
+
+    from vllm.entrypoints.launchers import launcher
+
+    with launcher.create_server_socket(("127.0.0.1", 0), reuse_port=False) as bound:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(bound.getsockname())
 
 
 def test_a_unit_of_systemd_starts_a_server_that_keeps_its_promises(monkeypatch, tmp_path):
