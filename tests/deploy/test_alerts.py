@@ -49,6 +49,7 @@ class Watched:
         self._series: dict[str, list[str]] = {}
         self._servers: dict[str, life.Server] = {}
         self._minute = 0
+        self.jobs = ["torpor"]  # of Prometheus: each scrapes every server
         self.tests: list[dict] = []
         self.fired: set[str] = set()
         clock = SimpleNamespace(time=lambda: self._minute * 60.0, monotonic=lambda: self._minute * 60.0)
@@ -86,9 +87,10 @@ class Watched:
                 for family in server.metrics.registry.collect():
                     for sample in family.samples:
                         if not sample.name.endswith(("_created", "_bucket")):
-                            labels = sample.labels | {"instance": address, "job": "torpor"}
-                            words = ",".join(f'{name}="{value}"' for name, value in labels.items())
-                            seen[f"{sample.name}{{{words}}}"] = f"{sample.value:g}"
+                            for job in self.jobs:
+                                labels = sample.labels | {"instance": address, "job": job}
+                                words = ",".join(f'{name}="{value}"' for name, value in labels.items())
+                                seen[f"{sample.name}{{{words}}}"] = f"{sample.value:g}"
             for name in seen.keys() - self._series.keys():
                 self._series[name] = ["_"] * self._minute
             for name, values in self._series.items():
@@ -99,14 +101,18 @@ class Watched:
     def silent(self, *alerts: str) -> None:
         self.tests += [{"eval_time": f"{self._minute - 1}m", "alertname": alert} for alert in alerts]
 
-    def firing(self, alert: str, summary: str, **labels: str) -> None:
+    def firing(self, alert: str, summary: str, *jobs: str, **labels: str) -> None:
+        """`jobs`: it fires once for each."""
         rule = next(each for each in rules() if each["alert"] == alert)
         self.fired.add(alert)
-        expected = {
-            "exp_labels": rule["labels"] | {"model_name": "model"} | labels,
-            "exp_annotations": {"summary": summary, "description": rule["annotations"]["description"]},
-        }
-        self.tests.append({"eval_time": f"{self._minute - 1}m", "alertname": alert, "exp_alerts": [expected]})
+        expected = [
+            {
+                "exp_labels": rule["labels"] | {"model_name": "model"} | labels | of_job,
+                "exp_annotations": {"summary": summary, "description": rule["annotations"]["description"]},
+            }
+            for of_job in [{"job": job} for job in jobs] or [{}]
+        ]
+        self.tests.append({"eval_time": f"{self._minute - 1}m", "alertname": alert, "exp_alerts": expected})
 
     def document(self) -> dict:
         series = [{"series": name, "values": " ".join(values)} for name, values in self._series.items()]
@@ -240,7 +246,7 @@ async def a_log_that_cannot_be_written(watched):
 
 @scene("TorporCheckpointOld")
 async def a_checkpoint_that_is_due(watched):
-    of = {"engine": "0"}
+    of = {"engine": "0", "job": "torpor"}
     due = await watched.serve("a", checkpoint_interval_seconds=60)
     idle = await watched.serve("idle", checkpoint_interval_seconds=60)
     never = await watched.serve("never asked")
@@ -271,6 +277,19 @@ async def a_checkpoint_that_is_due(watched):
     watched.scrape(10, give)
     watched.silent("TorporCheckpointOld")
     assert idle.state == "awake"
+
+
+@scene("TorporCheckpointOld", "TorporRequestsLost")
+async def servers_that_two_jobs_scrape(watched):
+    watched.jobs = ["services", "pods"]
+    server = watched.process("a", checkpoint_interval_seconds=60)
+    server.metrics.start_requests.labels("failed").inc(2)
+    await started(server)
+    watched.scrape(23, lambda: server.tokens.inc(100))
+    of = {"instance": "a", "engine": "0"}
+    watched.firing("TorporCheckpointOld", "a has written no checkpoint for 22m 0s", *watched.jobs, **of)
+    of |= {"result": "failed"}
+    watched.firing("TorporRequestsLost", "a could not go on with 2 requests of its predecessor", *watched.jobs, **of)
 
 
 @scene("TorporRequestsWait", "TorporRequestsRefused", "TorporStuck")

@@ -9,7 +9,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from chart import CHART, ROOT, manifests, render
+from chart import CHART, ROOT, manifests, notes, render
 
 OF_AN_OPERATOR = ("ServiceMonitor", "PrometheusRule")  # Kubernetes has no schemas of these
 EVERYTHING = {
@@ -22,6 +22,7 @@ EVERYTHING = {
     "networkPolicy.from": [{"namespaceSelector": {"matchLabels": {"name": "gateway"}}}],
     "serviceAccountName": "reads-the-bucket",
     "serviceMonitor.enabled": True, "prometheusRule.enabled": True,
+    "serviceMonitor.labels": {"release": "stack"}, "prometheusRule.labels": {"release": "stack"},
     "extraEnv": [{"name": "HF_HUB_OFFLINE", "value": "1"}],
 }  # fmt: skip
 
@@ -65,6 +66,23 @@ def test_every_switch_reaches_the_server():
     assert found["ServiceMonitor", "llm"]["spec"]["endpoints"][0]["path"] == "/metrics"
     without = manifests(render({"torpor.wakeOnRequest": False}))["StatefulSet", "llm"]
     assert "--torpor-wake-on-request" not in without["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
+def test_prometheus_scrapes_each_pod_once():
+    found = manifests(render(EVERYTHING))
+    selected = found["ServiceMonitor", "llm"]["spec"]["selector"]["matchLabels"].items()
+    services = [name for kind, name in found if kind == "Service"]
+    # That one has also the pods that are not ready: alerts are of them.
+    assert [name for name in services if selected <= found["Service", name]["metadata"]["labels"].items()] == ["llm-pods"]
+    assert found["Service", "llm-pods"]["spec"]["publishNotReadyAddresses"] is True
+    for kind in OF_AN_OPERATOR:
+        assert found[kind, "llm"]["metadata"]["labels"]["release"] == "stack"
+
+
+def test_who_has_prometheus_elsewhere_is_told_to_let_it_in():
+    assert "networkPolicy.from" in notes({"serviceMonitor.enabled": True})
+    let_in = {"serviceMonitor.enabled": True, "networkPolicy.from": EVERYTHING["networkPolicy.from"]}
+    assert "networkPolicy" not in notes() + notes(let_in)
 
 
 @pytest.mark.parametrize(
