@@ -101,16 +101,19 @@ class Watched:
     def silent(self, *alerts: str) -> None:
         self.tests += [{"eval_time": f"{self._minute - 1}m", "alertname": alert} for alert in alerts]
 
-    def firing(self, alert: str, summary: str, *jobs: str, **labels: str) -> None:
-        """`jobs`: it fires once for each."""
+    def firing(self, alert: str, summary: str, *each: dict[str, str], **labels: str) -> None:
+        """`each`: it fires once for each of these labels, which the summary may name."""
         rule = next(each for each in rules() if each["alert"] == alert)
         self.fired.add(alert)
         expected = [
             {
-                "exp_labels": rule["labels"] | {"model_name": "model"} | labels | of_job,
-                "exp_annotations": {"summary": summary, "description": rule["annotations"]["description"]},
+                "exp_labels": rule["labels"] | {"model_name": "model"} | labels | more,
+                "exp_annotations": {
+                    "summary": summary.format(**more),
+                    "description": rule["annotations"]["description"],
+                },
             }
-            for of_job in [{"job": job} for job in jobs] or [{}]
+            for more in each or ({},)
         ]
         self.tests.append({"eval_time": f"{self._minute - 1}m", "alertname": alert, "exp_alerts": expected})
 
@@ -286,10 +289,10 @@ async def servers_that_two_jobs_scrape(watched):
     server.metrics.start_requests.labels("failed").inc(2)
     await started(server)
     watched.scrape(23, lambda: server.tokens.inc(100))
-    of = {"instance": "a", "engine": "0"}
-    watched.firing("TorporCheckpointOld", "a has written no checkpoint for 22m 0s", *watched.jobs, **of)
+    of, each = {"instance": "a", "engine": "0"}, [{"job": job} for job in watched.jobs]
+    watched.firing("TorporCheckpointOld", "a has written no checkpoint for 22m 0s", *each, **of)
     of |= {"result": "failed"}
-    watched.firing("TorporRequestsLost", "a could not go on with 2 requests of its predecessor", *watched.jobs, **of)
+    watched.firing("TorporRequestsLost", "a could not go on with 2 requests of its predecessor", *each, **of)
 
 
 @scene("TorporRequestsWait", "TorporRequestsRefused", "TorporStuck")
@@ -311,7 +314,8 @@ async def those_who_wait_and_those_who_are_refused(watched):
         for _ in range(7):
             assert (await refused.post("/v1/completions")).status_code == 503
             watched.scrape()
-        watched.firing("TorporRequestsWait", "4 requests have waited for a to wake for 5 minutes", instance="a", **of)
+        said = "For 5 minutes there were always requests that wait for a to wake; now 4"
+        watched.firing("TorporRequestsWait", said, instance="a", **of)
         watched.firing("TorporRequestsRefused", "b answers requests with 503", instance="b", **of)
         await waits.wake_up()
         await asyncio.gather(*waiting)
@@ -331,6 +335,18 @@ async def those_who_wait_and_those_who_are_refused(watched):
     await watched.serve("c")
     watched.scrape(12)
     watched.silent(*alerts)
+
+
+@scene("TorporStuck")
+async def a_switch_that_does_not_end(watched):
+    states = {"owner": "handing over", "standby": "taking over"}
+    for address, state in states.items():
+        watched.process(address).enter(state)
+    watched.scrape(10)
+    watched.silent("TorporStuck")
+    watched.scrape()
+    each = [{"instance": address} for address in states]
+    watched.firing("TorporStuck", "{instance} has been on its way for 10 minutes", *each)
 
 
 @scene("TorporNoStandby")
