@@ -171,7 +171,7 @@ def test_a_pod_starts_a_server_that_keeps_its_promises(monkeypatch):
     assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"  # the volume's modes stay
     delay = container["lifecycle"]["preStop"]["exec"]["command"]
     assert delay[:2] == ["/bin/sh", "-c"] and re.fullmatch(r"sleep \d+", delay[2])
-    assert pod["terminationGracePeriodSeconds"] >= int(delay[2].split()[1]) + settings.sigterm_seconds + 10
+    assert pod["terminationGracePeriodSeconds"] >= int(delay[2].split()[1]) + settings.sigterm_seconds + 25
     paths = {name: container[name]["httpGet"]["path"] for name in ("livenessProbe", "readinessProbe")}
     assert paths == {"livenessProbe": "/health", "readinessProbe": "/torpor/ready"}
     # A start that failed succeeds here, so that /health decides whether a restart may help.
