@@ -18,6 +18,7 @@ sys.path.append(str(ROOT / "tools/demo"))
 
 from ports import free_port
 from serving import Server
+from torpor.vllm.server.route_table import ROUTES, Who
 
 MODELS = ("chat", "code", "small")
 PROMPT = "Once upon a time"
@@ -131,5 +132,7 @@ def test_a_prompt_cannot_name_a_model_and_large_ones_are_routed_too(servers, rou
 
 def test_unknown_models_and_operators_routes_are_not_there(router):
     assert complete(router, "other").json()["error"]["message"] == "no such model"
-    assert router.post("/sleep").status_code == 404
+    for method, path in ((method, path) for (method, path), rule in ROUTES.items() if rule.who is Who.ADMIN):
+        answer = router.request(method, re.sub(r"{.*?}", "a/b", path), headers={"X-Model": "chat"})
+        assert answer.status_code == 404 and "nginx" in answer.text, path  # no server was asked
     assert [model["id"] for model in router.get("/v1/models").json()["data"]] == list(MODELS)
