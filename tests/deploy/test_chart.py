@@ -95,9 +95,9 @@ def test_the_key_is_copied_for_the_server_alone():
 def test_prometheus_scrapes_each_pod_once():
     found = manifests(render(EVERYTHING))
     selected = found["ServiceMonitor", "llm"]["spec"]["selector"]["matchLabels"].items()
-    services = [name for kind, name in found if kind == "Service"]
+    labels = {name: each["metadata"]["labels"].items() for (kind, name), each in found.items() if kind == "Service"}
     # That one has also the pods that are not ready: alerts are of them.
-    assert [name for name in services if selected <= found["Service", name]["metadata"]["labels"].items()] == ["llm-pods"]
+    assert [name for name in labels if selected <= labels[name]] == ["llm-pods"]
     assert found["Service", "llm-pods"]["spec"]["publishNotReadyAddresses"] is True
     for kind in OF_AN_OPERATOR:
         assert found[kind, "llm"]["metadata"]["labels"]["release"] == "stack"

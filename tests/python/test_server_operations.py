@@ -184,14 +184,14 @@ def test_a_pod_starts_a_server_that_keeps_its_promises(monkeypatch):
 
 
 def test_nobody_connects_to_a_server_that_starts():
-    """vLLM binds its port before it loads the model, and listens after the start: a startupProbe sees the difference."""
+    """vLLM binds its port before it loads the model, and listens after the start, which a startupProbe waits for."""
     import socket
 
     from vllm.entrypoints.launchers import launcher
 
-    with launcher.create_server_socket(("127.0.0.1", 0), reuse_port=False) as bound:
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(bound.getsockname())
+    bound = launcher.create_server_socket(("127.0.0.1", 0), reuse_port=False)
+    with bound, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(bound.getsockname())
 
 
 def test_a_unit_of_systemd_starts_a_server_that_keeps_its_promises(monkeypatch, tmp_path):
