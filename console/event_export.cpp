@@ -89,11 +89,26 @@ std::string EventExport::key(const Digest& key) const {
   return digest.finish().hex();
 }
 
+bool EventExport::of_wanted_type(const Event& event) const {
+  return types_.empty() || std::find(types_.begin(), types_.end(), event.type) != types_.end();
+}
+
+bool EventExport::matches(std::string_view words) const { return words.find(options_.match) != std::string_view::npos; }
+
 bool EventExport::wanted(const EventTexts& texts, const Event& event) const {
-  if (!types_.empty() && std::find(types_.begin(), types_.end(), event.type) == types_.end()) return false;
-  if (options_.match.empty()) return true;
-  const auto has = [&](std::string_view words) { return words.find(options_.match) != std::string_view::npos; };
-  return (names_a_request(event) && has(texts.request(event.request))) || has(from_name(event)) || has(to_name(event));
+  return of_wanted_type(event) && ((names_a_request(event) && matches(texts.request(event.request))) ||
+                                   matches(from_name(event)) || matches(to_name(event)));
+}
+
+int64_t EventExport::earliest(const std::vector<SourceEvents>& sources) const {
+  if (options_.since <= 0) return INT64_MIN;
+  int64_t latest = INT64_MIN;
+  for (const SourceEvents& of : sources) {
+    for (const Event& event : of.events) {
+      if (event.type != EventType::kLost) latest = std::max(latest, of.source.wall(event.time));
+    }
+  }
+  return latest == INT64_MIN ? latest : latest - static_cast<int64_t>(std::min(options_.since, 1e9) * 1e9);
 }
 
 Json EventExport::to_json(const EventSource& source, const EventTexts& texts, const Event& event) {
@@ -167,14 +182,10 @@ std::string EventExport::to_csv(const EventSource& source, const EventTexts& tex
 }
 
 bool EventExport::write(const std::vector<SourceEvents>& sources, Format format, const Write& write) {
-  int64_t latest = INT64_MIN;
-  const auto wall = [&](const Placed& each) { return sources[each.source].source.wall(each.event->time); };
-  const std::vector<Placed> all = merged(sources);
-  for (const Placed& each : all) {
-    if (each.event->type != EventType::kLost) latest = std::max(latest, wall(each));
-  }
-  if (format == Format::kCsv && texts_.empty() && !write(csv_heading())) return false;
-  for (const Placed& each : all) {
+  const int64_t since = earliest(sources);
+  if (format == Format::kCsv && !has_heading_ && !write(csv_heading())) return false;
+  has_heading_ = true;
+  for (const Placed& each : merged(sources)) {
     const EventSource& source = sources[each.source].source;
     EventTexts& known = texts_[sources[each.source].path];
     const Event& event = *each.event;
@@ -185,9 +196,7 @@ bool EventExport::write(const std::vector<SourceEvents>& sources, Format format,
     if (!wanted(known, event)) continue;
     if ((event.type == EventType::kLost ? event.a + event.b : event.sequence) <= options_.after) continue;
     if ((event.type == EventType::kLost ? event.a : event.sequence) > options_.until) continue;
-    if (event.type != EventType::kLost && options_.since > 0 &&
-        wall(each) < latest - static_cast<int64_t>(options_.since * 1e9))
-      continue;
+    if (event.type != EventType::kLost && source.wall(event.time) < since) continue;
     std::string out;
     if (error) {
       Json json = {{"time", source.wall_seconds(event.time)},
@@ -224,6 +233,7 @@ bool EventExport::write_page(const std::vector<SourceEvents>& sources, const Wri
 }
 
 bool EventExport::write_perfetto(const std::vector<SourceEvents>& sources, const Write& write) {
+  const int64_t earliest_wall = earliest(sources);
   if (!write("{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n")) return false;
   bool first = true;
   const auto put = [&](const Json& json) {
@@ -244,6 +254,7 @@ bool EventExport::write_perfetto(const std::vector<SourceEvents>& sources, const
     int64_t latest = 0;
     const auto us = [&](int64_t time) { return of.source.wall_seconds(time) * 1e6; };
     const auto span = [&](const char* category, std::string_view name, int64_t track, int64_t begin, int64_t end) {
+      if (of.source.wall(end) < earliest_wall) return true;
       return put({{"ph", "X"},
                   {"pid", pid},
                   {"tid", track},
@@ -261,13 +272,17 @@ bool EventExport::write_perfetto(const std::vector<SourceEvents>& sources, const
       if (!is_known(event) || event.type == EventType::kLost) continue;
       const int64_t time = within(event.time);
       latest = std::max(latest, time);
+      // Of a slot each event is needed to know how long a state lasts: its spans are chosen below.
+      if (event.type == EventType::kSlot ? !of_wanted_type(event) : !wanted(texts, event)) continue;
       bool more = true;
       const auto edge = static_cast<Edge>(event.to);
       const auto ns = static_cast<int64_t>(event.b & INT64_MAX);
       if (event.type == EventType::kSlot) {
         auto& [state, since] = slots[event.request];
         const int64_t track = kSlots + event.request;
-        if (!state.empty() && state != to_name(event)) more = span("slot", state, track, since, time);
+        const bool named = matches(texts.request(event.request));
+        if (!state.empty() && state != to_name(event) && (named || matches(state)))
+          more = span("slot", state, track, since, time);
         if (state.empty() || event.from == 0)
           more = more && put({{"ph", "M"},
                               {"pid", pid},
@@ -285,7 +300,7 @@ bool EventExport::write_perfetto(const std::vector<SourceEvents>& sources, const
       } else if (event.type == EventType::kPhase && (edge == Edge::kEnd || edge == Edge::kFailed)) {
         more = span("phase", fmt::format("{}{}", from_name(event), edge == Edge::kFailed ? " failed" : ""), kPhases,
                     time - ns, time);
-      } else if (event.type == EventType::kStep) {
+      } else if (event.type == EventType::kStep && of.source.wall(time) >= earliest_wall) {
         more = put({{"ph", "C"},
                     {"pid", pid},
                     {"name", "requests"},
@@ -295,6 +310,7 @@ bool EventExport::write_perfetto(const std::vector<SourceEvents>& sources, const
       if (!more) return false;
     }
     for (const auto& [number, slot] : slots) {
+      if (!matches(texts.request(number)) && !matches(slot.first)) continue;
       if (!span("slot", slot.first, kSlots + number, slot.second, latest)) return false;
     }
     for (const auto& [track, name] : {std::pair(kOperations, "operations"), std::pair(kPhases, "phases"),

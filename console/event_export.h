@@ -40,7 +40,8 @@ class EventExport {
   using Write = std::function<bool(std::string_view)>;  // false: stop, nobody reads any more
   enum class Format : uint8_t { kLines, kNdjson, kCsv };
   bool write(const std::vector<SourceEvents>& sources, Format format, const Write& write);
-  // Write a trace with a track for each slot, lane and operation of each source.
+  // Write a trace with a track for each slot, lane and operation of each source. `match` selects spans by their request
+  // and their own name, `since` what ended since then.
   bool write_perfetto(const std::vector<SourceEvents>& sources, const Write& write);
   bool write_page(const std::vector<SourceEvents>& sources, const Write& write);
   // Return whether the options select this event.
@@ -50,9 +51,14 @@ class EventExport {
   explicit EventExport(ExportOptions options) : options_(std::move(options)) {}
   std::string request(const EventSource& source, const EventTexts& texts, uint32_t number);
   std::string key(const Digest& key) const;
+  bool of_wanted_type(const Event& event) const;
+  bool matches(std::string_view words) const;
+  // Return the time from which on `since` selects events, in nanoseconds of the wall clock.
+  int64_t earliest(const std::vector<SourceEvents>& sources) const;
   const ExportOptions options_;
   std::vector<EventType> types_;
   Digest secret_;
+  bool has_heading_ = false;                 // of comma-separated values
   std::map<std::string, EventTexts> texts_;  // by source, for the names: a later call continues an earlier one
 };
 

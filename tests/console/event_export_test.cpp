@@ -160,6 +160,50 @@ TEST(EventExportTest, ATraceHasATrackForEachRequestAndOperation) {
     EXPECT_TRUE(names.contains(name)) << name << " is not in " << text;
 }
 
+// Names of what a trace has besides its tracks' own names.
+std::set<std::string> traced(ExportOptions options, const std::vector<SourceEvents>& sources = example()) {
+  std::string text;
+  EXPECT_TRUE(value_of(EventExport::create(std::move(options))).write_perfetto(sources, [&](std::string_view more) {
+    text += more;
+    return true;
+  }));
+  std::set<std::string> names;
+  const auto json = nlohmann::json::parse(text);
+  for (const auto& event : json["traceEvents"]) {
+    if (event["ph"] != "M") names.insert(event["name"]);
+  }
+  return names;
+}
+
+TEST(EventExportTest, ATraceHasWhatTheFiltersSelect) {
+  EXPECT_EQ(traced({.types = "operation"}), std::set<std::string>{"sleep failed"});
+  EXPECT_EQ(traced({.match = "alpha"}), (std::set<std::string>{"initialized", "prefilling"}));
+  EXPECT_EQ(traced({.match = "beta"}), std::set<std::string>{"initialized"});
+  EXPECT_EQ(traced({.match = "prefilling"}), std::set<std::string>{"prefilling"});
+  std::vector<SourceEvents> sources = example();
+  const int64_t end = sources[0].events.back().time;
+  for (Event& event : sources[0].events) {
+    if (event.type == EventType::kOperation || event.type == EventType::kStep) event.time = end - 60'000'000'000;
+  }
+  EXPECT_TRUE(traced({}, sources).contains("requests"));
+  const std::set<std::string> late = traced({.since = 30}, sources);
+  EXPECT_FALSE(late.contains("requests"));
+  EXPECT_FALSE(late.contains("sleep failed"));
+  EXPECT_TRUE(late.contains("prefilling"));
+}
+
+TEST(EventExportTest, CommaSeparatedValuesHaveOneHeadingHoweverOftenNothingHappens) {
+  EventExport writer = value_of(EventExport::create({}));
+  std::string text;
+  for (int poll = 0; poll < 3; ++poll) {
+    EXPECT_TRUE(writer.write({}, EventExport::Format::kCsv, [&](std::string_view more) {
+      text += more;
+      return true;
+    }));
+  }
+  EXPECT_EQ(text, EventExport::csv_heading());
+}
+
 // The page is whole, and no name of a request ends its script.
 TEST(EventExportTest, APageHoldsEveryEventAndNothingThatANameSays) {
   std::vector<SourceEvents> sources = example();

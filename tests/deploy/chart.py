@@ -38,12 +38,21 @@ def values(changes: dict | None = None) -> dict:
 
 def render(changes: dict | None = None, service: str = "Helm") -> str:
     """Needs Go and sprig. RuntimeError: the chart refuses these values."""
+    return _rendered(changes, service).stdout
+
+
+def notes(changes: dict | None = None) -> str:
+    """What `helm install` prints."""
+    return _rendered(changes, "Helm").stderr
+
+
+def _rendered(changes: dict | None, service: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"GO111MODULE": "off", "GOPATH": "/usr/share/gocode", "CGO_ENABLED": "0"}
     words = ["go", "run", RENDER, CHART, "llm", "default", service]
     done = subprocess.run(words, input=json.dumps(values(changes)), capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         raise RuntimeError(done.stderr)
-    return done.stdout
+    return done
 
 
 def manifests(text: str) -> dict[tuple[str, str], dict]:

@@ -1,6 +1,6 @@
 // Renders a Helm chart as Helm does, as far as deploy/helm uses it: Go's templates with sprig's functions, include,
 // toYaml, fail and .Files.Get. `go run render.go CHART NAME NAMESPACE SERVICE < values.json`
-// prints the manifests.
+// prints the manifests, and to stderr the notes.
 package main
 
 import (
@@ -82,14 +82,16 @@ func render() error {
 	}
 	for _, path := range paths {
 		name := filepath.Base(path)
-		if strings.HasPrefix(name, "_") || name == "NOTES.txt" {
+		if strings.HasPrefix(name, "_") {
 			continue
 		}
 		var out bytes.Buffer
 		if err := all.ExecuteTemplate(&out, name, data); err != nil {
 			return err
 		}
-		if strings.TrimSpace(out.String()) != "" {
+		if name == "NOTES.txt" {
+			fmt.Fprint(os.Stderr, out.String())
+		} else if strings.TrimSpace(out.String()) != "" {
 			fmt.Printf("---\n# Source: %s\n%s\n", name, strings.TrimSpace(out.String()))
 		}
 	}

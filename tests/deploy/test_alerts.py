@@ -49,6 +49,7 @@ class Watched:
         self._series: dict[str, list[str]] = {}
         self._servers: dict[str, life.Server] = {}
         self._minute = 0
+        self.jobs = ["torpor"]  # of Prometheus: each scrapes every server
         self.tests: list[dict] = []
         self.fired: set[str] = set()
         clock = SimpleNamespace(time=lambda: self._minute * 60.0, monotonic=lambda: self._minute * 60.0)
@@ -86,9 +87,10 @@ class Watched:
                 for family in server.metrics.registry.collect():
                     for sample in family.samples:
                         if not sample.name.endswith(("_created", "_bucket")):
-                            labels = sample.labels | {"instance": address, "job": "torpor"}
-                            words = ",".join(f'{name}="{value}"' for name, value in labels.items())
-                            seen[f"{sample.name}{{{words}}}"] = f"{sample.value:g}"
+                            for job in self.jobs:
+                                labels = sample.labels | {"instance": address, "job": job}
+                                words = ",".join(f'{name}="{value}"' for name, value in labels.items())
+                                seen[f"{sample.name}{{{words}}}"] = f"{sample.value:g}"
             for name in seen.keys() - self._series.keys():
                 self._series[name] = ["_"] * self._minute
             for name, values in self._series.items():
@@ -99,14 +101,21 @@ class Watched:
     def silent(self, *alerts: str) -> None:
         self.tests += [{"eval_time": f"{self._minute - 1}m", "alertname": alert} for alert in alerts]
 
-    def firing(self, alert: str, summary: str, **labels: str) -> None:
+    def firing(self, alert: str, summary: str, *each: dict[str, str], **labels: str) -> None:
+        """`each`: it fires once for each of these labels, which the summary may name."""
         rule = next(each for each in rules() if each["alert"] == alert)
         self.fired.add(alert)
-        expected = {
-            "exp_labels": rule["labels"] | {"model_name": "model"} | labels,
-            "exp_annotations": {"summary": summary, "description": rule["annotations"]["description"]},
-        }
-        self.tests.append({"eval_time": f"{self._minute - 1}m", "alertname": alert, "exp_alerts": [expected]})
+        expected = [
+            {
+                "exp_labels": rule["labels"] | {"model_name": "model"} | labels | more,
+                "exp_annotations": {
+                    "summary": summary.format(**more),
+                    "description": rule["annotations"]["description"],
+                },
+            }
+            for more in each or ({},)
+        ]
+        self.tests.append({"eval_time": f"{self._minute - 1}m", "alertname": alert, "exp_alerts": expected})
 
     def document(self) -> dict:
         series = [{"series": name, "values": " ".join(values)} for name, values in self._series.items()]
@@ -240,7 +249,7 @@ async def a_log_that_cannot_be_written(watched):
 
 @scene("TorporCheckpointOld")
 async def a_checkpoint_that_is_due(watched):
-    of = {"engine": "0"}
+    of = {"engine": "0", "job": "torpor"}
     due = await watched.serve("a", checkpoint_interval_seconds=60)
     idle = await watched.serve("idle", checkpoint_interval_seconds=60)
     never = await watched.serve("never asked")
@@ -273,6 +282,19 @@ async def a_checkpoint_that_is_due(watched):
     assert idle.state == "awake"
 
 
+@scene("TorporCheckpointOld", "TorporRequestsLost")
+async def servers_that_two_jobs_scrape(watched):
+    watched.jobs = ["services", "pods"]
+    server = watched.process("a", checkpoint_interval_seconds=60)
+    server.metrics.start_requests.labels("failed").inc(2)
+    await started(server)
+    watched.scrape(23, lambda: server.tokens.inc(100))
+    of, each = {"instance": "a", "engine": "0"}, [{"job": job} for job in watched.jobs]
+    watched.firing("TorporCheckpointOld", "a has written no checkpoint for 22m 0s", *each, **of)
+    of |= {"result": "failed"}
+    watched.firing("TorporRequestsLost", "a could not go on with 2 requests of its predecessor", *each, **of)
+
+
 @scene("TorporRequestsWait", "TorporRequestsRefused", "TorporStuck")
 async def those_who_wait_and_those_who_are_refused(watched):
     alerts = ("TorporRequestsWait", "TorporRequestsRefused", "TorporStuck")
@@ -292,7 +314,8 @@ async def those_who_wait_and_those_who_are_refused(watched):
         for _ in range(7):
             assert (await refused.post("/v1/completions")).status_code == 503
             watched.scrape()
-        watched.firing("TorporRequestsWait", "4 requests have waited for a to wake for 5 minutes", instance="a", **of)
+        said = "For 5 minutes there were always requests that wait for a to wake; now 4"
+        watched.firing("TorporRequestsWait", said, instance="a", **of)
         watched.firing("TorporRequestsRefused", "b answers requests with 503", instance="b", **of)
         await waits.wake_up()
         await asyncio.gather(*waiting)
@@ -312,6 +335,18 @@ async def those_who_wait_and_those_who_are_refused(watched):
     await watched.serve("c")
     watched.scrape(12)
     watched.silent(*alerts)
+
+
+@scene("TorporStuck")
+async def a_switch_that_does_not_end(watched):
+    states = {"owner": "handing over", "standby": "taking over"}
+    for address, state in states.items():
+        watched.process(address).enter(state)
+    watched.scrape(10)
+    watched.silent("TorporStuck")
+    watched.scrape()
+    each = [{"instance": address} for address in states]
+    watched.firing("TorporStuck", "{instance} has been on its way for 10 minutes", *each)
 
 
 @scene("TorporNoStandby")

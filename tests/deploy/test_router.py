@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -18,6 +21,7 @@ sys.path.append(str(ROOT / "tools/demo"))
 
 from ports import free_port
 from serving import Server
+from torpor.vllm.server.route_table import ROUTES, Who
 
 MODELS = ("chat", "code", "small")
 PROMPT = "Once upon a time"
@@ -52,10 +56,14 @@ def servers(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def router(servers, tmp_path_factory):
-    """The address of nginx with the shipped file; only its ports are others."""
-    folder = tmp_path_factory.mktemp("nginx")
-    ports = {"8000": free_port(), "8009": free_port()}
-    ports |= {f"800{i}": int(servers[name].url.rsplit(":", 1)[1]) for i, name in enumerate(MODELS, 1)}
+    with nginx(tmp_path_factory.mktemp("nginx"), [int(servers[name].url.rsplit(":", 1)[1]) for name in MODELS]) as http:
+        yield http
+
+
+@contextlib.contextmanager
+def nginx(folder: Path, servers: list[int]) -> Iterator[httpx.Client]:
+    """nginx with the shipped file before servers at these ports; only its ports are others."""
+    ports = {"8000": free_port(), "8009": free_port()} | {f"800{i}": port for i, port in enumerate(servers, 1)}
     text = (ROOT / "deploy/router/nginx.conf").read_text()
     (folder / "nginx.conf").write_text(re.sub(r"\b800\d\b", lambda found: str(ports[found[0]]), text))
     own = f"daemon off; pid {folder}/pid; error_log {folder}/error.log;"
@@ -129,7 +137,15 @@ def test_a_prompt_cannot_name_a_model_and_large_ones_are_routed_too(servers, rou
     assert large.status_code == 400 and "2048" in large.text  # by the engine, not by nginx
 
 
-def test_unknown_models_and_operators_routes_are_not_there(router):
+def test_unknown_models_are_not_there(router):
     assert complete(router, "other").json()["error"]["message"] == "no such model"
-    assert router.post("/sleep").status_code == 404
     assert [model["id"] for model in router.get("/v1/models").json()["data"]] == list(MODELS)
+
+
+def test_what_is_for_operators_reaches_no_server(tmp_path):
+    with nginx(tmp_path, [free_port() for _ in MODELS]) as http:
+        for (method, path), rule in ROUTES.items():
+            if rule.who is Who.ADMIN:
+                status = http.request(method, re.sub(r"{.*?}", "a/b", path), headers={"X-Model": "chat"}).status_code
+                assert status == 404, path
+        assert http.post("/v1/completions", headers={"X-Model": "chat"}).status_code == 502  # that would reach one

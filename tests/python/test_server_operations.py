@@ -171,14 +171,27 @@ def test_a_pod_starts_a_server_that_keeps_its_promises(monkeypatch):
     assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"  # the volume's modes stay
     delay = container["lifecycle"]["preStop"]["exec"]["command"]
     assert delay[:2] == ["/bin/sh", "-c"] and re.fullmatch(r"sleep \d+", delay[2])
-    assert pod["terminationGracePeriodSeconds"] >= int(delay[2].split()[1]) + settings.sigterm_seconds + 10
-    paths = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
-    assert paths == {"startupProbe": "/health", "livenessProbe": "/health", "readinessProbe": "/torpor/ready"}
+    assert pod["terminationGracePeriodSeconds"] >= int(delay[2].split()[1]) + settings.sigterm_seconds + 25
+    paths = {name: container[name]["httpGet"]["path"] for name in ("livenessProbe", "readinessProbe")}
+    assert paths == {"livenessProbe": "/health", "readinessProbe": "/torpor/ready"}
+    # A start that failed succeeds here, so that /health decides whether a restart may help.
+    assert container["startupProbe"]["tcpSocket"] == {"port": "http"} and "httpGet" not in container["startupProbe"]
     assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] >= 300
     assert {each["name"] for each in container["env"]} >= {
         "VLLM_API_KEY",
         "TORPOR_ADMIN_KEY",
     }  # not among the arguments
+
+
+def test_nobody_connects_to_a_server_that_starts():
+    """vLLM binds its port before it loads the model, and listens after the start, which a startupProbe waits for."""
+    import socket
+
+    from vllm.entrypoints.launchers import launcher
+
+    bound = launcher.create_server_socket(("127.0.0.1", 0), reuse_port=False)
+    with bound, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(bound.getsockname())
 
 
 def test_a_unit_of_systemd_starts_a_server_that_keeps_its_promises(monkeypatch, tmp_path):
@@ -188,14 +201,22 @@ def test_a_unit_of_systemd_starts_a_server_that_keeps_its_promises(monkeypatch, 
     text = (DEPLOY / "systemd/torpor@.service").read_text()
     lines = [line for line in text.replace("\\\n", "").splitlines() if line and not line.startswith("#")]
     unit = dict(line.split("=", 1) for line in lines if "=" in line)
+    in_unit = dict(line.split("=", 2)[1:] for line in lines if line.startswith("Environment="))
     python, *words = unit["ExecStart"].replace("%i", "llm").replace("${PORT}", "8000").split()
     assert words[:2] == ["-m", serve.__name__]
-    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(os, "environ", os.environ | in_unit)
     given = arguments(*serve.take_options(words[2:]))
     settings = Settings.from_environment()
     assert given.model_tag == "${MODEL}" and given.host == "127.0.0.1" and settings.wake_on_request
-    assert os.environ["TORPOR_CHECKPOINT_DIR"] == "/var/lib/" + unit["StateDirectory"].replace("%i", "llm")
-    assert float(unit["TimeoutStopSec"]) >= settings.sigterm_seconds + 10
+    assert os.environ["TORPOR_CHECKPOINT_DIR"] == "/var/lib/" + unit["StateDirectory"]
+    assert float(unit["TimeoutStopSec"]) >= settings.sigterm_seconds + 30
+    # With ProtectSystem=strict only these can be written to.
+    assert in_unit["HOME"] == in_unit["XDG_CACHE_HOME"] == "/var/cache/" + unit["CacheDirectory"]
+    in_file = {"TORPOR_SERVER_SIGTERM_SECONDS": "300", "TORPOR_SERVER_WAKE_ON_REQUEST": "0"}
+    monkeypatch.setattr(os, "environ", os.environ | in_file)  # systemd's order: EnvironmentFile= wins
+    serve.take_options(words[2:])
+    settings = Settings.from_environment()
+    assert settings.sigterm_seconds == 300 and not settings.wake_on_request
     assert unit["KillMode"] == "mixed" and unit["RestartPreventExitStatus"] == "2"
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not here: systemd's own words were not checked")

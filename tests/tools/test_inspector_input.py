@@ -67,6 +67,19 @@ def test_names_reach_a_terminal_as_escapes_and_json_as_they_are(store):
     assert json.loads(said)["path"] == f"{named}/g-000002"
 
 
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["-f", "--export", "perfetto"], "--follow goes on"),
+        (["-f", "--export", "html"], "--follow goes on"),
+        (["--json", "--export", "csv"], "two formats"),
+    ],
+)
+def test_events_refuses_what_it_would_not_do(tmp_path, words, wrong):
+    done = subprocess.run([TORPOR, "events", tmp_path, *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and wrong in done.stdout + done.stderr
+
+
 def test_gc_removes_nothing_that_torpor_did_not_make(store):
     foreign = ["images/holiday/p.jpg", "s-notes.txt", "s-old/a", "t-shirts/a", "s-000007"]
     for name in foreign:

@@ -42,6 +42,16 @@ void declare_events_path(CLI::App& app, Arguments& a) {
 
 Result<Exit> events(const Context& context) {
   const Arguments& arguments = context.arguments;
+  const bool whole = arguments.format == "perfetto" || arguments.format == "html";
+  if (arguments.follow && whole)
+    return Error{
+        .code = Code::kInvalidArgument,
+        .what = fmt::format("--export {} writes one file of all events, and --follow goes on", arguments.format),
+        .next_step = "leave out --follow, or use --export ndjson or csv"};
+  if (context.as_json && (whole || arguments.format == "csv"))
+    return Error{.code = Code::kInvalidArgument,
+                 .what = fmt::format("--json and --export {} are two formats", arguments.format),
+                 .next_step = "leave out one of them"};
   TORPOR_ASSIGN_OR_RETURN(EventExport writer, EventExport::create({.types = arguments.types,
                                                                    .match = arguments.match,
                                                                    .since = arguments.since,
