@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Seque
 from concurrent.futures import InvalidStateError
 from typing import Any
 
+from vllm.multimodal.cache import ShmObjectStoreSenderCache
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import InprocClient
@@ -54,6 +55,12 @@ def _unwrap(reply: dict):
     return reply["result"]
 
 
+def _are_read_from_cache(engine: LLMEngine | AsyncLLM) -> bool:
+    """Whether requests may still read images in shared memory. Clearing that cache would free what they read."""
+    cached = isinstance(engine.renderer.mm_processor_cache, ShmObjectStoreSenderCache)
+    return cached and bool(engine.output_processor.request_states)
+
+
 # --- the flow, one for both kinds of front end ------------------------------------------------------------------------
 
 
@@ -67,7 +74,8 @@ class BlockingSide:
         return call(self.engine, method, options)
 
     async def clear_caches(self) -> None:
-        self.engine.renderer.clear_mm_cache()
+        if not _are_read_from_cache(self.engine):
+            self.engine.renderer.clear_mm_cache()
 
     def frozen_alone(self) -> contextlib.AbstractAsyncContextManager:
         """While it is held, no other call of this front end lets the engine stand still or go on."""
@@ -167,7 +175,8 @@ class AsyncSide:
         return await call_async(self.engine, method, options)
 
     async def clear_caches(self) -> None:
-        await self.engine.renderer.clear_mm_cache_async()
+        if not _are_read_from_cache(self.engine):
+            await self.engine.renderer.clear_mm_cache_async()
 
     def frozen_alone(self) -> contextlib.AbstractAsyncContextManager:
         if not hasattr(self.engine, "torpor_frozen_alone"):

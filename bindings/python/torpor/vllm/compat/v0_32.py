@@ -364,6 +364,7 @@ ENGINE = (
                     "clear_mm_cache": "self",
                     "clear_mm_cache_async": "self",
                 },
+                properties="mm_processor_cache",
             ),
         ),
     ),
@@ -446,6 +447,10 @@ ENGINE = (
                 exact=True,
             ),
         ),
+    ),
+    Module(
+        "vllm.multimodal.cache",
+        names=("ShmObjectStoreSenderCache",),
     ),
     Module(
         "vllm.multimodal.inputs",
