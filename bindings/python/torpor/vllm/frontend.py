@@ -587,8 +587,9 @@ async def attach(engine: AsyncLLM, request_id: str) -> AsyncGenerator[RequestOut
     """Yield the outputs, from the next token on, of a request that came by `wake_up(from_checkpoint=…)` or
     `resume(path)`, or of a child of a fork.
 
-    `request_id` is the one that the request was made with, or that `Forked` names. Raises NotFound for others, and for
-    one that has been attached to.
+    `request_id` is the one that the request was made with, or that `Forked` names. As with `generate()`, the request is
+    aborted if its reader goes away: the task that reads is cancelled, or the generator closed. Raises NotFound for other
+    ids, and for one that has been attached to.
     """
     collector = getattr(engine, "torpor_collectors", {}).pop(request_id, None)
     if collector is None:
@@ -597,7 +598,14 @@ async def attach(engine: AsyncLLM, request_id: str) -> AsyncGenerator[RequestOut
             "attach once, by the id that the request was made with",
         )
     finished = False
-    while not finished:
-        output = collector.get_nowait() or await collector.get()
-        finished = output.finished
-        yield output
+    try:
+        while not finished:
+            output = collector.get_nowait() or await collector.get()
+            finished = output.finished
+            yield output
+    except (asyncio.CancelledError, GeneratorExit):  # its reader has gone
+        states = [state for state in engine.output_processor.request_states.values() if state.queue is collector]
+        # Of several answers to one prompt vLLM aborts the request that has them all.
+        if unfinished := {(state.parent_req or state).request_id for state in states}:
+            await engine.abort(unfinished, internal=True)
+        raise
