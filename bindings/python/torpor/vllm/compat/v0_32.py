@@ -345,6 +345,18 @@ ENGINE = (
         names=("Counter", "Gauge", "Histogram", "Metric"),
     ),
     Module(
+        "vllm.v1.metrics.stats",
+        classes=(
+            Class(
+                "RequestStateStats",
+                fields="""
+                    first_token_latency first_token_ts is_corrupted last_token_ts
+                    num_generation_tokens num_preemptions queued_ts scheduled_ts
+                """,
+            ),
+        ),
+    ),
+    Module(
         "vllm.v1.metrics.loggers",
         classes=(
             Class(
@@ -1851,7 +1863,6 @@ FORK = (
                 "PrefillStats",
                 calls={"set": "self, num_prompt_tokens, num_local_cached_tokens, num_external_cached_tokens"},
             ),
-            Class("RequestStateStats", fields="num_generation_tokens"),
         ),
     ),
     Module(
