@@ -18,6 +18,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from torpor.errors import Incompatible
 from torpor.vllm import adapters, pooling
 from torpor.vllm.values import (
+    bounded,
     completion_from_value,
     completion_to_value,
     masks_from_value,
@@ -212,7 +213,7 @@ def _state_to_value(state: RequestState) -> dict:
         "sampling_masks": masks_to_value(state.sampling_mask_chunks),
         "embedded": _embedded(state),
         "stats": _stats_to_value(state),
-    } | {name: getattr(state, name) for name in _PLAIN_FIELDS}
+    } | {name: bounded(getattr(state, name)) for name in _PLAIN_FIELDS}
 
 
 def _stats_to_value(state: RequestState) -> dict | None:

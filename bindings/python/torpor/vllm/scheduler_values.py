@@ -14,7 +14,15 @@ from vllm.v1.request import Request, RequestStatus
 from torpor.errors import Incompatible, WrongState
 from torpor.vllm import adapters, connector_adapters, grammar, kept, multimodal, pooling, said
 from torpor.vllm.inputs import Inputs, token_ids
-from torpor.vllm.values import are_plain, copied, sampling_from_value, sampling_to_value, unsupported_sampling
+from torpor.vllm.values import (
+    MOST_TOKENS,
+    are_plain,
+    bounded,
+    copied,
+    sampling_from_value,
+    sampling_to_value,
+    unsupported_sampling,
+)
 
 _STATUS = {RequestStatus.WAITING: "waiting", RequestStatus.RUNNING: "running", RequestStatus.PREEMPTED: "preempted"}
 _STATUS_BACK = {text: status for status, text in _STATUS.items()}
@@ -161,7 +169,7 @@ def request_to_value(request: Request) -> dict:
         "output_token_ids": array("i", request._output_token_ids),
         "num_computed_tokens": request.num_computed_tokens,
         "num_preemptions": request.num_preemptions,
-        "max_tokens": request.max_tokens,
+        "max_tokens": bounded(request.max_tokens, MOST_TOKENS),
         "block_hashes": b"".join(hashes),
         "block_hash_bytes": len(hashes[0]) if hashes else 0,
         "cache_salt": request.cache_salt,
