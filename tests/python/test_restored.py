@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """LLM's own calls beside requests that a wake from a checkpoint has restored: none is given another one's output. And
-what vLLM counts of these requests."""
+what vLLM counts of these requests, and which engine takes them."""
 
 import time
 
 import pytest
 from requests_of_tests import REQUESTS, SHARED, answer, final, run
 from vllm import SamplingParams
+from vllm.config import SpeculativeConfig
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import llm_engine
 from vllm.v1.metrics.stats import IterationStats
 
-from torpor.errors import WrongState
-from torpor.vllm import outputs
+from torpor.errors import Incompatible, WrongState
+from torpor.vllm import fingerprint, outputs
 from torpor.vllm.values import sampling_to_value
 
 NAMES = ("greedy", "seeded", "two")
@@ -183,3 +184,36 @@ def test_cached_tokens_of_a_prompt_that_slept_half_computed_are_counted(one):
         return found
 
     assert cached(sleep=True) == cached(sleep=False) > 0
+
+
+def test_an_engine_whose_log_probabilities_are_others_restores_no_request(one, monkeypatch):
+    one.begin(3, ["greedy"])
+    path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+    one.llm.wake_up()
+    run(one.engine)
+    one.llm.reset_prefix_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(one.core.vllm_config.model_config, "logprobs_mode", "processed_logits")
+        with pytest.raises(Incompatible, match="logprobs_mode"):
+            one.llm.wake_up(from_checkpoint=path)
+    assert one.llm.wake_up(from_checkpoint=path).requests == 1
+    run(one.engine)
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ({"rejection_sample_method": "block"}, "block"),
+        ({"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.25]}, "synthetic, rates [0.5,"),
+        ({"num_speculative_tokens_per_batch_size": [(1, 8, 3)]}, "[(1, 8, 3)] by batch size"),
+    ],
+)
+def test_how_drafts_are_accepted_is_part_of_the_fingerprint(setting, named):
+    def fingerprint_of(**values) -> str:
+        config = SpeculativeConfig(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3, prompt_lookup_min=1)
+        for name, value in values.items():
+            setattr(config, name, value)
+        return fingerprint._speculation(config)
+
+    assert fingerprint_of() == "ngram, 2, greedy, 1 to 3"  # as of older checkpoints
+    assert named in fingerprint_of(**setting)

@@ -926,7 +926,7 @@ ENGINE = (
             Class(
                 "ModelConfig",
                 fields="""
-                    hf_config dtype quantization max_model_len runner_type convert_type use_fp64_gumbel
+                    hf_config dtype quantization max_model_len runner_type convert_type logprobs_mode use_fp64_gumbel
                     enable_sleep_mode enable_cumem_allocator sleep_mode_backend sleep_preserve_parameter_names
                 """,
                 properties="is_multimodal_model is_encoder_decoder",
@@ -934,8 +934,9 @@ ENGINE = (
             Class(
                 "SpeculativeConfig",
                 fields="""
-                    method num_speculative_tokens draft_sample_method draft_model_config
-                    prompt_lookup_min prompt_lookup_max
+                    method num_speculative_tokens num_speculative_tokens_per_batch_size
+                    draft_sample_method draft_model_config prompt_lookup_min prompt_lookup_max
+                    rejection_sample_method synthetic_acceptance_length synthetic_acceptance_rates
                 """,
             ),
             Class(
