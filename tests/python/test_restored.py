@@ -112,7 +112,9 @@ def test_vllms_metrics_count_no_time_before_a_restored_request_came(one, counts)
     began = time.monotonic()
     one.begin(2, ("greedy", "seeded", "long", "long-seeded"))  # some have tokens, a prompt is half computed, one waits
     assert {request.num_output_tokens > 0 for request in one.core.scheduler.requests.values()} == {True, False}
-    [of_greedy] = [s.stats for s in one.engine.output_processor.request_states.values() if s.external_req_id == "greedy"]
+    [of_greedy] = [
+        s.stats for s in one.engine.output_processor.request_states.values() if s.external_req_id == "greedy"
+    ]
     of_greedy.first_token_ts -= 1000.0
     of_greedy.num_preemptions = 2
     path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint

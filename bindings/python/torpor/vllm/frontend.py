@@ -588,8 +588,8 @@ async def attach(engine: AsyncLLM, request_id: str) -> AsyncGenerator[RequestOut
     `resume(path)`, or of a child of a fork.
 
     `request_id` is the one that the request was made with, or that `Forked` names. As with `generate()`, the request is
-    aborted if its reader goes away: the task that reads is cancelled, or the generator closed. Raises NotFound for other
-    ids, and for one that has been attached to.
+    aborted if its reader goes away: the task that reads is cancelled, or the generator closed. Raises NotFound for
+    other ids, and for one that has been attached to.
     """
     collector = getattr(engine, "torpor_collectors", {}).pop(request_id, None)
     if collector is None:

@@ -236,8 +236,9 @@ def _restore_stats(state: RequestState, item: dict) -> None:
         if name in past or name != "scheduled_ts" or item.get("status") != "waiting":
             setattr(stats, name, now - past.get(name, 0.0))
     stats.num_generation_tokens = tokens
-    for name in _COUNTED if known is not None else ():
-        setattr(stats, name, known[name])
+    if known is not None:
+        for name in _COUNTED:
+            setattr(stats, name, known[name])
 
 
 def _scores(logprobs):

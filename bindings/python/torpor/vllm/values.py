@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import overload
+from typing import Any, overload
 
 import msgspec
 import numpy as np
@@ -44,7 +44,9 @@ def sampling_to_value(params: SamplingParams) -> dict:
         value[name] = bounded(value[name], MOST_TOKENS)
     value["stop"] = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
     value["stop_token_ids"] = list(params.stop_token_ids or [])
-    engine = {"stop_is_none": params.stop is None, "stop_token_ids_is_none": params.stop_token_ids is None}
+    engine: dict[str, Any] = {
+        "stop_is_none": params.stop is None, "stop_token_ids_is_none": params.stop_token_ids is None,
+    }  # fmt: skip
     if (seed := params.seed) is not None and seed > _MOST_WIDE:
         value["seed"], engine["wide_seed"] = _MOST_WIDE, str(seed)
     for name in params.__struct_fields__:
