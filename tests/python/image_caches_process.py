@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of the tests: an engine of a model with images, whose weights change. Prints what became of its caches.
+"""A process of the tests: an engine of a model with images, whose weights change, or whose images lie in shared memory.
+Prints what became of its caches.
 
-image_caches_process.py FOLDER TOKENIZER
+image_caches_process.py weights|shared FOLDER TOKENIZER
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -50,14 +52,57 @@ def new_weights(one: InProcess, awake: bool) -> dict:
     return {"changed": found != before, "as_anew": found == answers_of(one)}
 
 
-def main(folder: Path, tokenizer: Path) -> dict:
+def other_pictures(one: InProcess) -> None:
+    """Requests with pictures that no other has, as large as those of the first ones."""
+    import numpy
+    from PIL import Image
+
+    for name in ("picture", "same", "two"):
+        prompt, params = one.requests[name]
+        for shade in (10, 90):
+            pictures = [
+                Image.fromarray(numpy.full((known.size[1], known.size[0], 3), shade + number, dtype=numpy.uint8))
+                for number, known in enumerate(prompt["multi_modal_data"]["image"])
+            ]
+            one.engine.add_request(f"{name} {shade}", prompt | {"multi_modal_data": {"image": pictures}}, params)
+
+
+def in_shared_memory(one: InProcess) -> dict:
+    """One request runs, the others have their images only in vLLM's shared memory."""
+    expected = one.expected
+    one.llm.reset_mm_cache()
+    answers = one.begin(3)
+    slept = one.llm.sleep(level=1, preserve_state=True, to="disk")
+    answers |= one.stopped()
+    one.llm.wake_up()
+    other_pictures(one)
+    finished = one.finish(answers)
+    one.llm.reset_prefix_cache()
+    woken = one.llm.wake_up(from_checkpoint=slept.checkpoint)
+    alone = one.finish({})
+    return {
+        "same_answers": {name: finished[name] for name in expected} == expected,
+        "bound": sorted(each["id"].split("-")[0] for each in slept.bound_requests),
+        "failed": sorted(each["id"].split("-")[0] for each in woken.failed_requests),
+        "why": sorted({each["error"].partition(": ")[2] for each in woken.failed_requests}),
+        "text_goes_on": alone["text"][1][0][1] == expected["text"][1][0][1],
+    }
+
+
+def main(what: str, folder: Path, tokenizer: Path) -> dict:
     feature = FEATURES["images"]
     model = feature.model(folder / "model", tokenizer)
-    one = InProcess(model, folder / "store", requests=feature.requests(model), **feature.options(model))
+    options = feature.options(model)
+    if what == "shared":
+        os.environ["VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME"] = f"torpor_test_{os.getpid()}"
+        options |= {"max_num_seqs": 1, "mm_processor_cache_type": "shm", "mm_processor_cache_gb": 0.05}
+    one = InProcess(model, folder / "store", requests=feature.requests(model), **options)
+    if what == "shared":
+        return in_shared_memory(one)
     return {
         "recomputed": recomputed(one), "asleep": new_weights(one, awake=False), "awake": new_weights(one, awake=True),
     }  # fmt: skip
 
 
 if __name__ == "__main__":
-    print("RESULT " + json.dumps(main(*map(Path, sys.argv[1:]))), flush=True)
+    print("RESULT " + json.dumps(main(sys.argv[1], *map(Path, sys.argv[2:]))), flush=True)

@@ -23,10 +23,12 @@ from conftest import ENGINE, IN_PROOF, long_on_gpu_path, result_of, tags, withou
 from inspector import look
 from requests_of_tests import REQUESTS, add_requests, final, run
 from suspend import suspend
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 import torpor.console
 from torpor.errors import Aborted
-from torpor.vllm import frontend
+from torpor.vllm import attach, frontend
 
 
 HERE = Path(__file__).parent
@@ -124,6 +126,39 @@ def test_an_engine_does_not_hold_what_a_wake_restored_that_was_interrupted(inter
     with pytest.raises(interruption):
         frontend.finish(frontend._wake_up(Side(), {"from_checkpoint": "g-000001", "hold": True}))
     assert asked == ["wake_up", "end_hold"]
+
+
+@pytest.mark.parametrize("how", ["closed", "cancelled"])
+def test_a_request_is_aborted_if_its_attached_reader_goes_away(how):
+    collector = RequestOutputCollector(RequestOutputKind.CUMULATIVE, "known")
+    aborted = []
+
+    class Engine:
+        torpor_collectors = {"known": collector}  # noqa: RUF012
+        output_processor = SimpleNamespace(request_states={
+            "known-1": SimpleNamespace(queue=collector, parent_req=None, request_id="known-1"),
+            "0_several-2": SimpleNamespace(queue=collector, parent_req=SimpleNamespace(request_id="several-2")),
+            "other-3": SimpleNamespace(queue=None),
+        })  # fmt: skip
+
+        async def abort(self, requests, internal=False):
+            aborted.append((sorted(requests), internal))
+
+    async def scene():
+        stream = attach(Engine(), "known")
+        collector.put(SimpleNamespace(finished=False))
+        await anext(stream)
+        if how == "closed":
+            await stream.aclose()
+            return
+        reader = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+
+    asyncio.run(scene())
+    assert aborted == [(["known-1", "several-2"], True)]
 
 
 @pytest.mark.longer
@@ -273,7 +308,6 @@ async def _streaming(zygote, model, directory) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from torpor.errors import NotFound
-    from torpor.vllm import attach
 
     names = ["greedy", "seeded", "prefix-a", "stops", "long"]
 

@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLM's own calls beside requests that a wake from a checkpoint has restored: none is given another one's output."""
+"""LLM's own calls beside requests that a wake from a checkpoint has restored: none is given another one's output. And
+what vLLM counts of these requests, and which engine takes them."""
+
+import time
 
 import pytest
-from requests_of_tests import REQUESTS, answer, final, run
+from requests_of_tests import REQUESTS, SHARED, answer, final, run
 from vllm import SamplingParams
+from vllm.config import SpeculativeConfig
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import llm_engine
+from vllm.v1.metrics.stats import IterationStats
 
-from torpor.errors import WrongState
+from torpor.errors import Incompatible, WrongState
+from torpor.vllm import fingerprint, outputs
+from torpor.vllm.values import sampling_to_value
 
 NAMES = ("greedy", "seeded", "two")
 PROMPTS = ["The sea", "The sky"]
@@ -81,3 +90,132 @@ def test_no_call_waits_for_restored_requests_of_an_engine_that_is_asleep(one, re
         one.llm.wait_for_completion(use_tqdm=False)
     one.llm.wake_up()
     assert len(one.llm.wait_for_completion(use_tqdm=False)) == len(NAMES) + 1
+
+
+@pytest.fixture
+def counts(one, monkeypatch) -> list[IterationStats]:
+    """Of each step, what vLLM counts for its metrics."""
+    seen: list[IterationStats] = []
+
+    def counted() -> IterationStats:
+        seen.append(IterationStats())
+        return seen[-1]
+
+    for each in (one.engine, one.engine.output_processor, one.core.scheduler):
+        monkeypatch.setattr(each, "log_stats", True)
+    monkeypatch.setattr(Scheduler, "make_stats", lambda *args, **kwargs: None)  # of its caches
+    monkeypatch.setattr(llm_engine, "IterationStats", counted)
+    return seen
+
+
+def test_vllms_metrics_count_no_time_before_a_restored_request_came(one, counts):
+    began = time.monotonic()
+    one.begin(2, ("greedy", "seeded", "long", "long-seeded"))  # some have tokens, a prompt is half computed, one waits
+    assert {request.num_output_tokens > 0 for request in one.core.scheduler.requests.values()} == {True, False}
+    [of_greedy] = [
+        s.stats for s in one.engine.output_processor.request_states.values() if s.external_req_id == "greedy"
+    ]
+    of_greedy.first_token_ts -= 1000.0
+    of_greedy.num_preemptions = 2
+    path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+    one.llm.wake_up()
+    run(one.engine)
+    one.llm.reset_prefix_cache()
+    one.llm.wake_up(from_checkpoint=path)
+    counts.clear()
+    answers = one.finish({})
+    longest = time.monotonic() - began
+    latencies = [latency for step in counts for latency in step.inter_token_latencies_iter]
+    assert latencies and max(latencies) < longest and min(latencies) >= 0
+    finished = {each.request_id: each for step in counts for each in step.finished_requests}
+    assert finished.keys() == answers.keys()
+    assert finished["greedy"].num_preemptions == 2
+    assert 1000.0 < finished["greedy"].decode_time < 1000.0 + longest
+    for name, each in finished.items():
+        times = [each.queued_time, each.inference_time]
+        times += [each.prefill_time, each.decode_time] if name != "greedy" else []
+        assert all(0 <= time_ < longest for time_ in times), (name, each)
+        _, [[_, tokens, *_]], _ = answers[name]
+        assert each.num_generation_tokens == len(tokens)
+    assert finished["long-seeded"].queued_time > 0
+
+
+@pytest.mark.parametrize("older", ["stats", "past"])
+def test_a_request_of_an_older_checkpoint_or_of_a_response_log_begins_in_vllms_metrics_when_it_comes(
+    one, counts, older
+):
+    one.begin(3, ["greedy"])
+    processor = one.engine.output_processor
+    [state], [request] = processor.request_states.values(), one.core.scheduler.requests.values()
+    value = outputs.state_to_value(state) | {
+        "prompt_token_ids": request.prompt_token_ids,
+        "token_ids": list(request.output_token_ids),
+        "sampling": sampling_to_value(request.sampling_params),
+        "arrival_time": request.arrival_time,
+    }
+    if older == "stats":
+        del value["stats"]
+    else:
+        value["stats"]["past"] = {}
+    before = time.monotonic()
+    stats = outputs.state_from_value(processor, value).stats
+    moments = (stats.queued_ts, stats.scheduled_ts, stats.first_token_ts, stats.last_token_ts)
+    assert all(before <= moment <= time.monotonic() for moment in moments)
+    assert stats.num_generation_tokens == request.num_output_tokens > 0
+    run(one.engine)
+
+
+def test_cached_tokens_of_a_prompt_that_slept_half_computed_are_counted(one):
+    def cached(sleep: bool) -> int:
+        run(one.engine)
+        one.llm.reset_prefix_cache()
+        one.llm.generate([SHARED], greedy(1), use_tqdm=False)
+        one.engine.add_request("half", SHARED + "foo bar " * 250, greedy(3))
+        run(one.engine, 1)
+        [request] = one.core.scheduler.requests.values()
+        assert 0 < request.num_computed_tokens < request.num_prompt_tokens
+        if sleep:
+            path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+            one.llm.wake_up()
+            run(one.engine)
+            one.llm.reset_prefix_cache()
+            one.llm.wake_up(from_checkpoint=path)
+        found = 0
+        while one.engine.has_unfinished_requests():
+            found = max([found, *(output.num_cached_tokens for output in one.engine.step())])
+        return found
+
+    assert cached(sleep=True) == cached(sleep=False) > 0
+
+
+def test_an_engine_whose_log_probabilities_are_others_restores_no_request(one, monkeypatch):
+    one.begin(3, ["greedy"])
+    path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+    one.llm.wake_up()
+    run(one.engine)
+    one.llm.reset_prefix_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(one.core.vllm_config.model_config, "logprobs_mode", "processed_logits")
+        with pytest.raises(Incompatible, match="logprobs_mode"):
+            one.llm.wake_up(from_checkpoint=path)
+    assert one.llm.wake_up(from_checkpoint=path).requests == 1
+    run(one.engine)
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ({"rejection_sample_method": "block"}, "block"),
+        ({"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.25]}, "synthetic, rates [0.5,"),
+        ({"num_speculative_tokens_per_batch_size": [(1, 8, 3)]}, "[(1, 8, 3)] by batch size"),
+    ],
+)
+def test_how_drafts_are_accepted_is_part_of_the_fingerprint(setting, named):
+    def fingerprint_of(**values) -> str:
+        config = SpeculativeConfig(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3, prompt_lookup_min=1)
+        for name, value in values.items():
+            setattr(config, name, value)
+        return fingerprint._speculation(config)
+
+    assert fingerprint_of() == "ngram, 2, greedy, 1 to 3"  # as of older checkpoints
+    assert named in fingerprint_of(**setting)

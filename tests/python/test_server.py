@@ -421,6 +421,7 @@ def test_no_client_stops_a_sleep_by_a_number(server):
         wide = body | {
             "priority": 1_790_000_000_000,
             "top_k": 3_000_000_000,
+            "repetition_detection": {"max_pattern_size": 2, "min_count": 2**63 + 5},
             "temperature": 1,
             "seed": 5,
             "stream": True,

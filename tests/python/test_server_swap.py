@@ -445,7 +445,7 @@ def test_an_engine_that_stays_asleep_takes_no_step(monkeypatch, asleep):
     monkeypatch.setattr(frontend, "call", call)
     client = SimpleNamespace(outputs_queue=Queue())
     engine = type("Engine", (), {"logger_manager": None, "engine_core": client})()
-    engine.renderer = SimpleNamespace(clear_mm_cache=lambda: None)
+    engine.renderer = SimpleNamespace(mm_processor_cache=None, clear_mm_cache=lambda: None)
     with pytest.raises(TimedOut):
         values = {"level": 1, "preserve_state": False}
         frontend.finish(frontend.sleep(frontend.BlockingSide(engine), "abort", values))

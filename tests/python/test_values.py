@@ -59,9 +59,21 @@ def test_numbers_that_vllm_takes_and_the_format_has_no_room_for_come_back():
 
     from torpor.vllm import scheduler_values, values
     from vllm import SamplingParams
+    from vllm.sampling_params import RepetitionDetectionParams
     from vllm.v1.request import Request
 
     assert values.sampling_to_value(SamplingParams(top_k=3_000_000_000))["top_k"] == 2**31 - 1
+    wide = SamplingParams(
+        max_tokens=2**33, min_tokens=2**32, seed=2**64 - 1, stream_interval=2**64 - 1, thinking_token_budget=2**70,
+        repetition_detection=RepetitionDetectionParams(max_pattern_size=2**65, min_count=2**66),
+    )  # fmt: skip
+    checkpoint = busy_scheduler(2, 2)
+    checkpoint["scheduler"]["requests"][0] |= scheduler_values.request_to_value(Request("r", [1], wide, None))
+    EngineCheckpoint.from_dict(checkpoint)
+    params = values.sampling_from_value(values.sampling_to_value(wide))
+    assert (params.max_tokens, params.min_tokens, params.seed) == (2**31 - 1, 2**31 - 1, 2**64 - 1)
+    forked = values.sampling_from_value(values.sampling_to_value(wide) | {"seed": 5})
+    assert forked.seed == 5
     for priority in (1_790_000_000_000, -(2**63)):
         request = SimpleNamespace(priority=priority)
         assert scheduler_values._wide_priority(request) == {"wide_priority": priority}

@@ -600,6 +600,7 @@ def _with_tokens(outputs, checkpoint: dict):
                 "sampling": item["sampling"],
                 "arrival_time": item["arrival_time"],
                 "pooling": item["engine"].get("pooling"),
+                "status": item["status"],
             }
             if item["engine"].get("bound"):  # it ends; pieces of its prompt may lie between its tokens
                 entry["text"] = None

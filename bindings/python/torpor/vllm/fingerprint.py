@@ -109,6 +109,8 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
         fields["pipeline_stages"] = _core.digest("|".join(w["layers"] for w in workers).encode())
     if model.use_fp64_gumbel:
         fields["noise"] = "fp64"
+    if model.logprobs_mode != "raw_logprobs":
+        fields["logprobs_mode"] = model.logprobs_mode
     if model.runner_type != "generate":
         fields["runner_type"] = f"{model.runner_type}, {model.convert_type}"
     if (speculation := vllm_config.speculative_config) is not None:
@@ -156,4 +158,10 @@ def _speculation(config) -> str:
     words = [config.method, str(config.num_speculative_tokens), str(config.draft_sample_method)]
     words += [f"{config.prompt_lookup_min} to {config.prompt_lookup_max}"] if "ngram" in config.method else []
     words += [_digest_of(drafter.hf_config)] if drafter is not None else []
+    if (method := config.rejection_sample_method) != "standard":
+        words += [method]
+    if method == "synthetic":
+        words += [f"rates {config.synthetic_acceptance_rates}", f"length {config.synthetic_acceptance_length}"]
+    if (by_size := config.num_speculative_tokens_per_batch_size) is not None:
+        words += [f"{by_size} by batch size"]
     return ", ".join(words)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import uuid
 from collections.abc import Sequence
 
@@ -159,9 +158,6 @@ def _take(
         if state.output_kind is RequestOutputKind.DELTA:
             state.sent_tokens_offset = len(answer["token_ids"])
             state.detokenizer.get_next_output_text(False, True)  # it notes what of the text has been given
-        if parent.stats is not None and answer["token_ids"]:
-            state.stats = copy.copy(parent.stats)
-            state.stats.num_generation_tokens = len(answer["token_ids"])
         if isinstance(side, AsyncSide):
             state.queue = RequestOutputCollector(state.output_kind, name)
             side.engine.__dict__.setdefault("torpor_collectors", {})[name] = state.queue
@@ -187,7 +183,7 @@ def _cut(parent: RequestState, tokens: list[int]) -> dict:
     value, count = outputs.state_to_value(parent), len(tokens)
     value |= {"parent": None, "index": 0, "text_offset": 0, "sent_tokens_offset": 0, "pooling": None}
     if count == 0:
-        value |= {"is_prefilling": True, "num_cached_tokens": 0, "num_cache_creation_tokens": 0}
+        value |= {"is_prefilling": True, "num_cached_tokens": 0, "num_cache_creation_tokens": 0, "stats": None}
         value["prompt_logprobs"] = _first(value["prompt_logprobs"], 1)  # they are computed again
     if count < parent.detokenizer.num_output_tokens():
         value["text"] = None

@@ -159,6 +159,7 @@ class Forks:
         if request.request_id in self._sessions.drawn_seeds:  # not its caller's: a child draws one for itself
             sampling = sampling | {"seed": None}
         engine = value["engine"] | {"prefill_counted": value["engine"]["prefill_counted"] and outputs > 0}
+        engine.pop("prefill_stats", None)  # of its parent's beginning
         if outputs == 0:
             engine.pop("skip_reading_prefix_cache", None)  # as its parameters say: it begins
         steps = [*getattr(request, values.FORKED, ()), {"request": request.request_id, "at": outputs}]

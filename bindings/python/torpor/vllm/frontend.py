@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Seque
 from concurrent.futures import InvalidStateError
 from typing import Any
 
+from vllm.multimodal.cache import ShmObjectStoreSenderCache
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import InprocClient
@@ -54,6 +55,12 @@ def _unwrap(reply: dict):
     return reply["result"]
 
 
+def _are_read_from_cache(engine: LLMEngine | AsyncLLM) -> bool:
+    """Whether requests may still read images in shared memory. Clearing that cache would free what they read."""
+    cached = isinstance(engine.renderer.mm_processor_cache, ShmObjectStoreSenderCache)
+    return cached and bool(engine.output_processor.request_states)
+
+
 # --- the flow, one for both kinds of front end ------------------------------------------------------------------------
 
 
@@ -67,7 +74,8 @@ class BlockingSide:
         return call(self.engine, method, options)
 
     async def clear_caches(self) -> None:
-        self.engine.renderer.clear_mm_cache()
+        if not _are_read_from_cache(self.engine):
+            self.engine.renderer.clear_mm_cache()
 
     def frozen_alone(self) -> contextlib.AbstractAsyncContextManager:
         """While it is held, no other call of this front end lets the engine stand still or go on."""
@@ -167,7 +175,8 @@ class AsyncSide:
         return await call_async(self.engine, method, options)
 
     async def clear_caches(self) -> None:
-        await self.engine.renderer.clear_mm_cache_async()
+        if not _are_read_from_cache(self.engine):
+            await self.engine.renderer.clear_mm_cache_async()
 
     def frozen_alone(self) -> contextlib.AbstractAsyncContextManager:
         if not hasattr(self.engine, "torpor_frozen_alone"):
@@ -578,8 +587,9 @@ async def attach(engine: AsyncLLM, request_id: str) -> AsyncGenerator[RequestOut
     """Yield the outputs, from the next token on, of a request that came by `wake_up(from_checkpoint=…)` or
     `resume(path)`, or of a child of a fork.
 
-    `request_id` is the one that the request was made with, or that `Forked` names. Raises NotFound for others, and for
-    one that has been attached to.
+    `request_id` is the one that the request was made with, or that `Forked` names. As with `generate()`, the request is
+    aborted if its reader goes away: the task that reads is cancelled, or the generator closed. Raises NotFound for
+    other ids, and for one that has been attached to.
     """
     collector = getattr(engine, "torpor_collectors", {}).pop(request_id, None)
     if collector is None:
@@ -588,7 +598,14 @@ async def attach(engine: AsyncLLM, request_id: str) -> AsyncGenerator[RequestOut
             "attach once, by the id that the request was made with",
         )
     finished = False
-    while not finished:
-        output = collector.get_nowait() or await collector.get()
-        finished = output.finished
-        yield output
+    try:
+        while not finished:
+            output = collector.get_nowait() or await collector.get()
+            finished = output.finished
+            yield output
+    except (asyncio.CancelledError, GeneratorExit):  # its reader has gone
+        states = [state for state in engine.output_processor.request_states.values() if state.queue is collector]
+        # Of several answers to one prompt vLLM aborts the request that has them all.
+        if unfinished := {(state.parent_req or state).request_id for state in states}:
+            await engine.abort(unfinished, internal=True)
+        raise

@@ -31,4 +31,7 @@ def unsupported(features: list[MultiModalFeatureSpec]) -> list[str]:
     """What of them cannot be preserved, by name."""
     if features and envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
         return [_UNSAFE]
-    return ["inputs of an encoder that are not in this process"] if any(f.data is None for f in features) else []
+    if any(f.data is None for f in features):
+        return ["inputs of an encoder that are not in this process"]
+    # With mm_processor_cache_type="shm" it is a handle until the workers have read what it names.
+    return ["images in vLLM's shared memory"] if any("address" in f.data for f in features) else []

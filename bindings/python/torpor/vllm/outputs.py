@@ -6,6 +6,7 @@ Tokens and sampling parameters are not stored twice: the engine core adds its ow
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import torch
@@ -17,6 +18,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from torpor.errors import Incompatible
 from torpor.vllm import adapters, pooling
 from torpor.vllm.values import (
+    bounded,
     completion_from_value,
     completion_to_value,
     masks_from_value,
@@ -29,6 +31,10 @@ from torpor.vllm.values import (
     tensor_to_value,
 )
 
+# Of vLLM's metrics of a request: moments on the engine core's clock, of which a value has how long they are past, …
+_MOMENTS = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
+# … and what is copied.
+_COUNTED = ("num_preemptions", "first_token_latency", "is_corrupted")
 _PLAIN_FIELDS = (
     "is_prefilling",
     "num_cached_tokens",
@@ -206,7 +212,33 @@ def _state_to_value(state: RequestState) -> dict:
         "prompt_scores": None if (scores := _scores(logprobs)) is None else tensor_to_value(torch.from_numpy(scores)),
         "sampling_masks": masks_to_value(state.sampling_mask_chunks),
         "embedded": _embedded(state),
-    } | {name: getattr(state, name) for name in _PLAIN_FIELDS}
+        "stats": _stats_to_value(state),
+    } | {name: bounded(getattr(state, name)) for name in _PLAIN_FIELDS}
+
+
+def _stats_to_value(state: RequestState) -> dict | None:
+    if (stats := state.stats) is None:
+        return None
+    now = time.monotonic()
+    past = {name: now - moment for name in _MOMENTS if (moment := getattr(stats, name)) > 0}
+    return {"past": past} | {name: getattr(stats, name) for name in _COUNTED}
+
+
+def _restore_stats(state: RequestState, item: dict) -> None:
+    """No moment stays 0 unless the engine core is about to set it: vLLM would count the time since this machine
+    started."""
+    if (stats := state.stats) is None:
+        return
+    now, tokens = time.monotonic(), len(item.get("token_ids", ()))
+    known = item.get("stats")  # None: older, or of an engine without metrics
+    past = {} if known is None else known["past"]
+    for name in _MOMENTS:
+        if name in past or name != "scheduled_ts" or item.get("status") != "waiting":
+            setattr(stats, name, now - past.get(name, 0.0))
+    stats.num_generation_tokens = tokens
+    if known is not None:
+        for name in _COUNTED:
+            setattr(stats, name, known[name])
 
 
 def _scores(logprobs):
@@ -230,6 +262,7 @@ def _pooling_to_value(state: RequestState) -> dict:
         "prompt": state.prompt,
         "text": None,
         "embedded": _embedded(state),
+        "stats": _stats_to_value(state),
     }
 
 
@@ -258,6 +291,7 @@ def _state_from_value(processor: OutputProcessor, item: dict, parents: dict[str,
         log_stats=processor.log_stats,
         stream_interval=processor.stream_interval,
     )
+    _restore_stats(state, item)
     if pooled is not None:
         return state
     for name in _PLAIN_FIELDS:

@@ -14,7 +14,15 @@ from vllm.v1.request import Request, RequestStatus
 from torpor.errors import Incompatible, WrongState
 from torpor.vllm import adapters, connector_adapters, grammar, kept, multimodal, pooling, said
 from torpor.vllm.inputs import Inputs, token_ids
-from torpor.vllm.values import are_plain, copied, sampling_from_value, sampling_to_value, unsupported_sampling
+from torpor.vllm.values import (
+    MOST_TOKENS,
+    are_plain,
+    bounded,
+    copied,
+    sampling_from_value,
+    sampling_to_value,
+    unsupported_sampling,
+)
 
 _STATUS = {RequestStatus.WAITING: "waiting", RequestStatus.RUNNING: "running", RequestStatus.PREEMPTED: "preempted"}
 _STATUS_BACK = {text: status for status, text in _STATUS.items()}
@@ -30,7 +38,7 @@ _NEUTRAL_FIELDS = {
     "request_id", "client_index", "priority", "arrival_time", "status", "prompt_token_ids", "_output_token_ids",
     "num_computed_tokens", "num_preemptions", "max_tokens", "block_hashes", "cache_salt", "stop_reason",
     "sampling_params", "structured_output_request", "lora_request", "mm_features", "pooling_params", "prompt_embeds",
-    "prompt_is_token_ids",
+    "prompt_is_token_ids", "prefill_stats",
 }  # fmt: skip
 # … that are copied as they are, …
 _ENGINE_FIELDS = (
@@ -46,7 +54,7 @@ _PLACE_FIELDS = {
 # … that follow from others or are made anew, …
 _DERIVED_FIELDS = {
     "_all_token_ids", "output_token_ids", "all_token_ids", "num_prompt_tokens", "_block_hasher", "events",
-    "prefill_stats", "_prompt_embeds_per_block_hashes", kept.ATTRIBUTE,
+    "_prompt_embeds_per_block_hashes", kept.ATTRIBUTE,
 }  # fmt: skip
 # … and that must have this value, or no checkpoint can hold the request. What said.FIELDS are travels as it was said.
 _EMPTY_FIELDS = {"spec_decode_metrics": None, "resumable": False, "streaming_queue": None}
@@ -161,7 +169,7 @@ def request_to_value(request: Request) -> dict:
         "output_token_ids": array("i", request._output_token_ids),
         "num_computed_tokens": request.num_computed_tokens,
         "num_preemptions": request.num_preemptions,
-        "max_tokens": request.max_tokens,
+        "max_tokens": bounded(request.max_tokens, MOST_TOKENS),
         "block_hashes": b"".join(hashes),
         "block_hash_bytes": len(hashes[0]) if hashes else 0,
         "cache_salt": request.cache_salt,
@@ -173,8 +181,23 @@ def request_to_value(request: Request) -> dict:
             "prefill_counted": request.prefill_stats is None,
             "structured": None if bound else grammar.to_value(request, request.status is _COMPILING),
         }
+        | _counted_prefill(request)
         | _beside_tokens(request, bound),
     }
+
+
+def _counted_prefill(request: Request) -> dict:
+    """What its first token tells the front end: how much of its prompt was cached."""
+    counted = request.prefill_stats
+    return {"prefill_stats": dict(vars(counted))} if counted is not None and any(vars(counted).values()) else {}
+
+
+def _restore_counted_prefill(request: Request, engine: dict) -> None:
+    """`engine`: of request_to_value(); loses what this takes. Older checkpoints lack the numbers."""
+    for name, number in engine.pop("prefill_stats", {}).items():
+        setattr(request.prefill_stats, name, number)
+    if engine.pop("prefill_counted"):
+        request.prefill_stats = None
 
 
 def _bounded(number: int) -> int:
@@ -284,8 +307,7 @@ def request_from_value(value: dict, block_hasher) -> Request:
         request.status = _STATUS_BACK[value["status"]]
     for name in ("num_computed_tokens", "num_preemptions", "max_tokens", "stop_reason"):
         setattr(request, name, value[name])
-    if engine.pop("prefill_counted"):
-        request.prefill_stats = None
+    _restore_counted_prefill(request, engine)
     for name, item in engine.items():
         setattr(request, name, item)
     return request

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import overload
+from typing import Any, overload
 
 import msgspec
 import numpy as np
@@ -27,7 +27,8 @@ _NEUTRAL: dict[str, list | None] = {
     "frequency_penalty": None, "repetition_penalty": None, "seed": None, "stop": [], "stop_token_ids": [],
     "max_tokens": None, "min_tokens": None, "ignore_eos": None, "logprobs": None, "prompt_logprobs": None,
 }  # fmt: skip
-_MOST = 2**31 - 1
+MOST_TOKENS = 2**31 - 1
+_MOST_WIDE = 2**63 - 1
 _OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 _DEFAULTS = SamplingParams()
 _DTYPES = {
@@ -39,10 +40,15 @@ _DTYPES = {
 def sampling_to_value(params: SamplingParams) -> dict:
     """The neutral fields, and under "engine" all others that differ from vLLM's default."""
     value = {name: getattr(params, name) for name in _NEUTRAL}
-    value["top_k"] = min(value["top_k"], _MOST)  # more than any vocabulary has: the same
+    for name in ("top_k", "max_tokens", "min_tokens"):  # more than any vocabulary, or any answer, has: the same
+        value[name] = bounded(value[name], MOST_TOKENS)
     value["stop"] = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
     value["stop_token_ids"] = list(params.stop_token_ids or [])
-    engine = {"stop_is_none": params.stop is None, "stop_token_ids_is_none": params.stop_token_ids is None}
+    engine: dict[str, Any] = {
+        "stop_is_none": params.stop is None, "stop_token_ids_is_none": params.stop_token_ids is None,
+    }  # fmt: skip
+    if (seed := params.seed) is not None and seed > _MOST_WIDE:
+        value["seed"], engine["wide_seed"] = _MOST_WIDE, str(seed)
     for name in params.__struct_fields__:
         item, default = getattr(params, name), getattr(_DEFAULTS, name)
         if name in _NEUTRAL or item is default or (not isinstance(item, np.ndarray) and item == default):
@@ -56,21 +62,29 @@ def sampling_to_value(params: SamplingParams) -> dict:
         elif name == "structured_outputs":
             item = grammar.params_to_value(item)
         elif name == "repetition_detection":
-            item = asdict(item)
+            item = {part: bounded(number) for part, number in asdict(item).items()}
         elif name == "extra_args" and (item := _options_to_value(item)) is None:  # unsupported_sampling() names it
             continue
         elif name == "prompt_logprob_token_ids":
             item = tensor_to_value(torch.from_numpy(item))
-        engine[name] = item
+        engine[name] = bounded(item)
     return value | {"engine": engine}
+
+
+def bounded(item, most: int = _MOST_WIDE):
+    """A number as the format has room for it, where more means the same; all else as it is."""
+    return min(item, most) if isinstance(item, int) and not isinstance(item, bool) else item
 
 
 def sampling_from_value(value: dict) -> SamplingParams:
     engine = dict(value["engine"])
+    wide_seed = engine.pop("wide_seed", None)
     stop_is_none, ids_are_none = engine.pop("stop_is_none"), engine.pop("stop_token_ids_is_none")
     params = SamplingParams()
     for name in _NEUTRAL:
         setattr(params, name, value[name])
+    if wide_seed is not None and params.seed == _MOST_WIDE:  # a fork may have another one
+        params.seed = int(wide_seed)
     params.stop = None if stop_is_none else list(value["stop"])
     params.stop_token_ids = None if ids_are_none else list(value["stop_token_ids"])
     for name, item in engine.items():

@@ -345,6 +345,18 @@ ENGINE = (
         names=("Counter", "Gauge", "Histogram", "Metric"),
     ),
     Module(
+        "vllm.v1.metrics.stats",
+        classes=(
+            Class(
+                "RequestStateStats",
+                fields="""
+                    first_token_latency first_token_ts is_corrupted last_token_ts
+                    num_generation_tokens num_preemptions queued_ts scheduled_ts
+                """,
+            ),
+        ),
+    ),
+    Module(
         "vllm.v1.metrics.loggers",
         classes=(
             Class(
@@ -364,6 +376,7 @@ ENGINE = (
                     "clear_mm_cache": "self",
                     "clear_mm_cache_async": "self",
                 },
+                properties="mm_processor_cache",
             ),
         ),
     ),
@@ -446,6 +459,10 @@ ENGINE = (
                 exact=True,
             ),
         ),
+    ),
+    Module(
+        "vllm.multimodal.cache",
+        names=("ShmObjectStoreSenderCache",),
     ),
     Module(
         "vllm.multimodal.inputs",
@@ -909,7 +926,7 @@ ENGINE = (
             Class(
                 "ModelConfig",
                 fields="""
-                    hf_config dtype quantization max_model_len runner_type convert_type use_fp64_gumbel
+                    hf_config dtype quantization max_model_len runner_type convert_type logprobs_mode use_fp64_gumbel
                     enable_sleep_mode enable_cumem_allocator sleep_mode_backend sleep_preserve_parameter_names
                 """,
                 properties="is_multimodal_model is_encoder_decoder",
@@ -917,8 +934,9 @@ ENGINE = (
             Class(
                 "SpeculativeConfig",
                 fields="""
-                    method num_speculative_tokens draft_sample_method draft_model_config
-                    prompt_lookup_min prompt_lookup_max
+                    method num_speculative_tokens num_speculative_tokens_per_batch_size
+                    draft_sample_method draft_model_config prompt_lookup_min prompt_lookup_max
+                    rejection_sample_method synthetic_acceptance_length synthetic_acceptance_rates
                 """,
             ),
             Class(
@@ -1846,7 +1864,6 @@ FORK = (
                 "PrefillStats",
                 calls={"set": "self, num_prompt_tokens, num_local_cached_tokens, num_external_cached_tokens"},
             ),
-            Class("RequestStateStats", fields="num_generation_tokens"),
         ),
     ),
     Module(
