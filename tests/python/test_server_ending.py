@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import uvloop
 from fastapi.responses import StreamingResponse
-from server_stubs import CLIENT, Engine, build, client, no_settings, run, started  # noqa: F401
+from server_stubs import CLIENT, Engine, build, client, client_goes, no_settings, run, started  # noqa: F401
 from starlette.datastructures import Headers
 from vllm.exceptions import GracefulHTTPError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -177,10 +177,10 @@ def test_what_vllms_own_way_out_aborts_goes_on_in_the_next_server(monkeypatch, t
         os.kill(os.getpid(), number)
         # The engine may have had the signal, too, and a client may give up, before anything else of this process runs.
         server.engine.give("a", finish=FinishReason.ABORT)
-        await server.engine.abort("b", internal=True)
+        await client_goes(server.engine, "b")
         assert states(server.log.answers) == dict.fromkeys(NAMES, "running")
         await until(lambda: server.state == "ending")
-        await server.engine.abort("c", internal=True)
+        await client_goes(server.engine, "c")
         for name in ("a", "c"):  # nobody takes an abort for the end of the answer
             assert await said_to(queues[name]) == (
                 f"the server ends; take up this answer at /torpor/requests/{name} of the next one"
@@ -299,7 +299,7 @@ def test_a_failed_server_keeps_no_reader_waiting_and_its_answers_for_the_next_on
                 assert server.problem.what in answer.json()["error"]["message"]
             assert (await asking.get("/torpor/requests/c")).json()["choices"][0]["token_ids"] == [5, 6, 7]
             assert "[DONE]" in (await asking.get("/torpor/requests/c/stream")).text
-        await server.engine.abort("a", internal=True)  # its client gives up
+        await client_goes(server.engine, "a")
         said = []
         queue = SimpleNamespace(put=said.append)
         server.engine.output_processor.request_states["b"] = SimpleNamespace(queue=queue)
