@@ -326,9 +326,21 @@ def test_the_question_for_an_answer_has_the_headers_of_its_call(server):
     posted, asked = ({name.lower(): value for name, value in each.items()} for each in server.headers)
     for name in ("x-tenant", "traceparent", "x-gateway", "x-request-id", "user-agent", "authorization"):
         assert asked[name] == posted[name]
+    assert asked["x-model"] == "m" and "x-model" not in posted
     left = {"content-type", "content-length", "accept", "accept-language", "accept-encoding", "if-none-match", "te"}
     assert posted.keys() >= left and not asked.keys() & left
     assert posted["accept-encoding"] == "identity"  # nothing on the way packs its events
+
+
+@pytest.mark.parametrize(
+    ("model", "headers", "named"),
+    [("sea/7b", {}, "sea/7b"), ("sea", {"X-Model": "alias"}, "alias"), ("naïve", {}, None), ("a\nb", {}, None)],
+)
+def test_questions_about_an_answer_name_the_model_of_its_call(model, headers, named):
+    """For a router that chooses by it: they have no body."""
+    body = {"stream": True, "model": model}
+    call = answers.Call.of(httpx.Request("POST", "http://one/v1/completions", json=body, headers=headers))
+    assert call.take_up().headers.get("X-Model") == named == call.abort(call.ask()).headers.get("X-Model")
 
 
 def test_urls_at_other_servers_are_those_of_the_call():

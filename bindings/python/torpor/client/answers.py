@@ -42,6 +42,7 @@ _CUT_OFF = ("abort", "error")  # finish reasons of answers that their server gav
 # or the form of its answer.
 _LEFT_HEADERS = ("host", "connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "expect", "range")
 _LEFT_HEADER_STARTS = ("content-", "accept", "proxy-", "if-")
+_MODEL = "X-Model"  # a router that chooses by the body's model finds it here, as such a question has no body
 
 
 class NotResumable(httpx.ReadError):
@@ -199,6 +200,9 @@ class Call:
         for name in list(headers):
             if name in _LEFT_HEADERS or name.startswith(_LEFT_HEADER_STARTS):
                 del headers[name]
+        model = self._body.get("model")
+        if isinstance(model, str) and model.isascii() and model.isprintable():
+            headers.setdefault(_MODEL, model)
         return headers
 
     @staticmethod
