@@ -21,7 +21,7 @@ from server_stubs import (  # noqa: F401
     run,
     started,
 )
-from torpor.errors import NotEnoughRoom
+from torpor.errors import NotEnoughRoom, WrongState
 from torpor.vllm.server import metrics
 from torpor.vllm.server.metrics import Metrics
 from torpor.vllm.server.route_table import ROUTES
@@ -208,8 +208,8 @@ def test_a_wake_has_the_tier_that_it_reads_from(monkeypatch, tmp_path, to):
         server.engine.changes = False
         await server.sleep(to="host" if to == "disk" else "disk")  # it sleeps already
         server.engine.changes = True
-        server.engine.fails_with = NotEnoughRoom("no room")
-        with pytest.raises(NotEnoughRoom):
+        server.engine.fails_with = WrongState("requests run")
+        with pytest.raises(WrongState):
             await server.wake_up()
         server.engine.fails_with = None
         await server.wake_up()

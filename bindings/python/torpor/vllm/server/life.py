@@ -19,7 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torpor import _core
-from torpor.errors import Busy, Error, Unsupported, WrongState
+from torpor.errors import Busy, Error, NotEnoughRoom, Unsupported, WrongState
 from torpor.vllm.frontend import Report
 from torpor.vllm.options import Options
 from torpor.vllm.plugin import holds_memory_of
@@ -473,7 +473,7 @@ class Server:
                 before = "awake"
                 report = await self.sleep_now(1, "abort", True, "disk", {})
             except BaseException as problem:
-                self.metrics.failed("sleep", "disk")
+                self.metrics.failed("sleep", "disk", before != "awake" and isinstance(problem, NotEnoughRoom))
                 await self._after_failure(problem, before)
                 raise
             self.enter("asleep")
@@ -508,7 +508,7 @@ class Server:
                     tags, kv=kv, progress=progress, early=early, swap_in_from=swap_in_from
                 )
             except BaseException as problem:
-                self.metrics.failed("wake", self._slept_to)
+                self.metrics.failed("wake", self._slept_to, isinstance(problem, NotEnoughRoom))
                 await self._after_failure(problem, before)
                 raise
             self.enter("awake" if report.fully_awake else "asleep")
