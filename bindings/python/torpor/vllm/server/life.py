@@ -69,6 +69,8 @@ class Server:
         self.last_checkpoint: dict | None = None
         self.left_checkpoint: dict | None = None  # that the start passed over: it fits no more, and had no requests
         self.remote: Remote | None = None
+        self.push_failed = False  # the last one
+        self.pushed_at_end = False  # all that it leaves is in the object store
         self.standby: standby.Standby | None = None  # none unless it was started as one
         self.handed_over = False  # another server goes on with all requests, and this one records nothing more
         self.leaving = False  # vLLM's own way out has begun
@@ -462,6 +464,8 @@ class Server:
     async def _push(self, report: Report) -> None:
         if self.remote is not None:
             report["pushed"] = await self.remote.push(report.checkpoint)
+            self.push_failed = not report["pushed"]
+            self.metrics.pushed(not self.push_failed, time.time())
 
     async def sleep_deeper(self) -> Report:
         """From host memory to disk. It wakes on the way: where the device has no room for that it stays as it is."""

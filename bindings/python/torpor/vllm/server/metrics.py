@@ -200,6 +200,19 @@ class Metrics:
             "Unix time at which the newest checkpoint was written, by this process or by the one that it goes on from.",
             values=(),
         )
+        self.pushes = of(
+            Counter,
+            "torpor_pushes",
+            "Checkpoints of this server with --torpor-object-store, by whether they reached the store: ok or error.",
+            ("outcome",),
+            [(each,) for each in ("ok", "error")],
+        )
+        self.push_time = of(
+            Gauge,
+            "torpor_push_timestamp_seconds",
+            "Unix time at which this process last pushed a checkpoint and the answers to the object store.",
+            values=(),
+        )
         self.checkpoint_bytes = of(
             Gauge, "torpor_checkpoint_bytes", "Size in bytes of the newest checkpoint.", values=()
         )
@@ -259,6 +272,11 @@ class Metrics:
     def failed(self, operation: str, tier: str, no_room: bool = False) -> None:
         """`no_room`: on the device, for a wake."""
         self.operations.labels(operation, tier, "no_room" if no_room else "error").inc()
+
+    def pushed(self, ok: bool, now: float) -> None:
+        self.pushes.labels("ok" if ok else "error").inc()
+        if ok:
+            self.push_time.set(now)
 
     def task_failed(self, task: str) -> None:
         self.task_failures.labels(_word(task)).inc()
