@@ -267,7 +267,7 @@ def test_a_call_that_outlives_its_connection_says_so(monkeypatch, state, on_disc
     """torpor.client then says when its caller wants no more of it."""
 
     async def scene():
-        app, server, go = serving(monkeypatch, 60, on_disconnect=on_disconnect)
+        app, server, _ = serving(monkeypatch, 60, on_disconnect=on_disconnect)
         await started(server)
         if state == "asleep":
             await server.sleep()

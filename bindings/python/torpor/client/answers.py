@@ -143,7 +143,8 @@ class Call:
     @property
     def unfinished(self) -> bool:
         """Whether there is more to come that its caller can still get."""
-        return not self.over and not self.complete and not (len(self._ended) >= self._count and self._texts.keys() <= self._ended)
+        all_ended = len(self._ended) >= self._count and self._texts.keys() <= self._ended
+        return not (self.over or self.complete or all_ended)
 
     @property
     def why_not(self) -> str:
