@@ -247,6 +247,27 @@ async def a_log_that_cannot_be_written(watched):
     watched.silent("TorporAnswersAtRisk")
 
 
+@scene("TorporPushesFail")
+async def a_push_that_fails(watched):
+    of = {"engine": "0", "outcome": "error"}
+    server = await watched.serve("a")
+    watched.scrape(5)
+    server.metrics.pushed(True, 0.0)
+    watched.scrape()
+    watched.silent("TorporPushesFail")
+    server.metrics.pushed(False, 0.0)
+    watched.scrape()
+    watched.firing("TorporPushesFail", "a cannot push to its object store", instance="a", job="torpor", **of)
+    server.metrics.pushed(True, 0.0)
+    watched.scrape(16)
+    watched.silent("TorporPushesFail")
+    watched.kill("a")
+    server = await watched.serve("b")
+    server.metrics.pushed(False, 0.0)  # before anybody has looked
+    watched.scrape()
+    watched.firing("TorporPushesFail", "b cannot push to its object store", instance="b", job="torpor", **of)
+
+
 @scene("TorporCheckpointOld")
 async def a_checkpoint_that_is_due(watched):
     of = {"engine": "0", "job": "torpor"}

@@ -21,6 +21,7 @@ sys.path.append(str(ROOT / "tools/demo"))
 
 from ports import free_port
 from serving import Server
+from torpor import client
 from torpor.vllm.server.route_table import ROUTES, Who
 
 MODELS = ("chat", "code", "small")
@@ -32,6 +33,7 @@ def servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("router")
     tokenizer = os.environ["TORPOR_TEST_MODEL"]
     options = ["--torpor-sleep-after-seconds", "2", "--torpor-wake-on-request", "--dtype", "float32"]
+    options += ["--torpor-on-disconnect", "continue"]
     started = {}
     try:
         for number, name in enumerate(MODELS):
@@ -127,6 +129,47 @@ def test_a_stream_arrives_token_by_token_and_is_taken_up_by_its_id(servers, rout
     answer = router.get(f"/torpor/requests/{identity}", headers={"X-Model": "code"})
     assert answer.status_code == 200 and text and answer.json()["choices"][0]["text"] == text
     assert router.get(f"/torpor/requests/{identity}", headers={"X-Model": "chat"}).status_code == 404
+
+
+@pytest.mark.parametrize("model", ["code", "chat"])
+def test_the_client_takes_up_an_answer_behind_the_router(servers, router, model):
+    """Its first connection breaks in the middle."""
+    whole = complete(router, model, max_tokens=60, ignore_eos=True).json()["choices"][0]["text"]
+    broken = []
+    breaking = Breaking()
+    with client.http_client(
+        base_url=router.base_url, headers=router.headers, transport=breaking, on_interruption=broken.append
+    ) as http:
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
+            events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == whole
+    assert len(broken) == 1 and breaking.asked == ["POST", "GET"]
+
+
+class Breaking(httpx.HTTPTransport):
+    """Breaks its first connection in the middle of the answer."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked: list[str] = []
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(request.method)
+        response = super().handle_request(request)
+        return response if len(self.asked) > 1 else httpx.Response(200, headers=response.headers, stream=Half(response))
+
+
+class Half(httpx.SyncByteStream):
+    def __init__(self, response: httpx.Response):
+        self._response = response
+
+    def __iter__(self):
+        for number, piece in enumerate(self._response.stream):
+            if number == 10:
+                self._response.close()
+                raise httpx.ReadError("the connection broke")
+            yield piece
 
 
 def test_a_prompt_cannot_name_a_model_and_large_ones_are_routed_too(servers, router):

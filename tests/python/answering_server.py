@@ -31,6 +31,8 @@ class AnsweringServer:
         self.cut_off: tuple[str, str | None] | None = None  # finish and stop reason of answers that are taken up
         self.parsed: list[str] = []  # what it says that it parses
         self.extra: dict = {}  # in each delta
+        self.goes_on = False  # it says that a request outlives its connection
+        self.holds: threading.Event | None = None  # whole answers, and the ends of streams, wait for it
         outer = self
 
         class Handler(_Handler):
@@ -74,6 +76,8 @@ class _Handler(BaseHTTPRequestHandler):
             server.refused, server.error_event = False, 0
             return self._stream([0] * server.choices, chat=True)
         server.answers[request_id] = body
+        if server.holds is not None and not body.get("stream"):
+            server.holds.wait(10)
         if body.get("stream"):
             return self._stream([0] * server.choices, chat="messages" in body)
         self._json(self._whole(request_id) | {"created": 1, "object": "chat.completion"})
@@ -97,6 +101,12 @@ class _Handler(BaseHTTPRequestHandler):
         assert len(starts) == server.choices and all(start <= len("".join(TEXT)) for start in starts), starts
         self._stream(starts, chat="messages" in server.answers[request_id])
 
+    def do_DELETE(self) -> None:
+        server = self.server_of_answers
+        server.calls.append(f"DELETE {self.path}")
+        server.headers.append(dict(self.headers))
+        self._json({"aborted": 1})
+
     def _whole(self, request_id: str) -> dict:
         finish, stop = self._end()
         choices = [
@@ -117,6 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         if server.parsed and self.command == "GET":
             self.send_header("X-Torpor-Parsed", ", ".join(server.parsed))
+        self._say_that_it_goes_on()
         self.end_headers()
         body = b": keep-alive\n\n"
         chunks = 0
@@ -150,6 +161,8 @@ class _Handler(BaseHTTPRequestHandler):
             piece = body[at : at + server.stream_piece][: None if cut is None else cut - at]
             self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
             self.wfile.flush()
+            if server.holds is not None and at + server.stream_piece > len(body) // 2:
+                server.holds.wait(10)
         if cut is not None:
             return self._break()
         self.wfile.write(b"0\r\n\r\n")
@@ -158,9 +171,14 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
+        self._say_that_it_goes_on()
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def _say_that_it_goes_on(self) -> None:
+        if self.server_of_answers.goes_on and self.command == "POST":
+            self.send_header("X-Torpor-On-Disconnect", "continue")
 
     def _break(self) -> None:
         """End the connection without a word."""

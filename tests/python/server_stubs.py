@@ -202,6 +202,14 @@ def run(scene, seconds: float = 600):
     return asyncio.run(asyncio.wait_for(scene, seconds))
 
 
+async def client_goes(engine, request_id: str) -> None:
+    """As generate() of vLLM notices it."""
+    try:
+        raise asyncio.CancelledError
+    except asyncio.CancelledError:
+        await engine.abort(request_id, internal=True)
+
+
 def concrete(path: str) -> str:
     """A path that the template matches."""
     return path.replace("{response_id}", "resp_1").replace("{adapter_name}", "one").replace("{response}", "r")

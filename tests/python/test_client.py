@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import ssl
+import threading
+import time
 from contextlib import contextmanager
 
+import anyio
 import httpx
 import openai
 import pytest
@@ -322,9 +326,21 @@ def test_the_question_for_an_answer_has_the_headers_of_its_call(server):
     posted, asked = ({name.lower(): value for name, value in each.items()} for each in server.headers)
     for name in ("x-tenant", "traceparent", "x-gateway", "x-request-id", "user-agent", "authorization"):
         assert asked[name] == posted[name]
+    assert asked["x-model"] == "m" and "x-model" not in posted
     left = {"content-type", "content-length", "accept", "accept-language", "accept-encoding", "if-none-match", "te"}
     assert posted.keys() >= left and not asked.keys() & left
     assert posted["accept-encoding"] == "identity"  # nothing on the way packs its events
+
+
+@pytest.mark.parametrize(
+    ("model", "headers", "named"),
+    [("sea/7b", {}, "sea/7b"), ("sea", {"X-Model": "alias"}, "alias"), ("naïve", {}, None), ("a\nb", {}, None)],
+)
+def test_questions_about_an_answer_name_the_model_of_its_call(model, headers, named):
+    """For a router that chooses by it: they have no body."""
+    body = {"stream": True, "model": model}
+    call = answers.Call.of(httpx.Request("POST", "http://one/v1/completions", json=body, headers=headers))
+    assert call.take_up().headers.get("X-Model") == named == call.abort(call.ask()).headers.get("X-Model")
 
 
 def test_urls_at_other_servers_are_those_of_the_call():
@@ -410,3 +426,115 @@ def test_clients_of_openai_take_these_options_and_no_client_of_their_caller(serv
     for kind, made_by_caller in ((client.OpenAI, httpx.Client()), (client.AsyncOpenAI, httpx.AsyncClient())):
         with pytest.raises(TypeError, match="http_client is given: this client would not resume"):
             kind(api_key="key", http_client=made_by_caller)
+
+
+# --- a call that its caller closes ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def going_on(server):
+    """A server that says that its requests outlive their connections, and gives half of each stream."""
+    server.goes_on, server.holds, server.stream_piece = True, threading.Event(), 20
+    yield server
+    server.holds.set()
+
+
+def deleted(server) -> list[str]:
+    return [call for call in server.calls if call.startswith("DELETE")]
+
+
+def test_a_stream_that_is_closed_before_its_end_ends_at_its_server(going_on):
+    with made(going_on) as one:
+        stream = begun(one, "theirs/1")
+        next(stream)
+        stream.close()
+        assert deleted(going_on) == ["DELETE /torpor/requests/theirs%2F1"]
+        asked = {name.lower(): value for name, value in going_on.headers[-1].items()}
+        assert asked["authorization"] == "Bearer key" and "content-type" not in asked
+        for _ in begun(one, "dropped"):
+            break
+        gc.collect()  # nobody has the stream any more
+        assert deleted(going_on)[1:] == ["DELETE /torpor/requests/dropped"]
+        began = time.monotonic()
+        stream = begun(one, "gone")
+        next(stream)
+        going_on.close()
+        stream.close()  # nobody answers
+        assert time.monotonic() - began < 5
+
+
+def test_a_stream_that_is_closed_at_its_end_or_runs_no_further_is_not_aborted(server):
+    server.stream_piece = 1000
+    with made(server) as one:
+        next(begun(one, "of vLLM")).choices  # noqa: B018
+        server.goes_on = True
+        assert streamed(one, "whole") == {0: WHOLE}
+        stream = begun(one, "ended")
+        assert any(chunk.choices[0].finish_reason for chunk in stream)
+        stream.close()  # before [DONE]
+    server.refused = True
+    with made(server) as one, pytest.raises(openai.APIError, match="the engine is gone"):
+        streamed(one, "refused")
+    with made(server, abort_on_close=False) as one:
+        next(begun(one, "for later"))
+    assert not deleted(server)
+
+
+def test_a_stream_that_was_taken_up_ends_where_it_is_read(going_on):
+    """Whatever the server said before: no server ends an answer when the connection of such a stream is closed."""
+    going_on.goes_on, going_on.cuts = False, [200]
+    with made(going_on) as one:
+        stream = begun(one, "mine")
+        while not any(call.startswith("GET") for call in going_on.calls):
+            next(stream)
+        stream.close()
+    assert deleted(going_on) == ["DELETE /torpor/requests/mine"]
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_an_asynchronous_call_that_is_cancelled_ends_at_its_server(going_on, is_stream):
+    """A whole answer's server is known by an earlier answer."""
+
+    async def scene() -> None:
+        async with client.AsyncOpenAI(base_url=f"{going_on.url}/v1", api_key="key", max_retries=0) as one:
+
+            async def read(name: str, **options):
+                stream = await one.chat.completions.create(
+                    model="m", messages=MESSAGES, extra_headers={"X-Request-Id": name}, **options
+                )
+                async for _ in stream:
+                    read_some.set()
+
+            read_some = asyncio.Event()
+            streaming = asyncio.create_task(read("one", stream=True))
+            await read_some.wait()
+            streaming.cancel()
+            if not is_stream:
+                asking = asyncio.create_task(read("two"))
+                while "two" not in going_on.answers:
+                    await asyncio.sleep(0.01)
+                asking.cancel()
+                await asyncio.wait({asking})
+            await asyncio.wait({streaming})
+
+    asyncio.run(scene())
+    assert sorted(deleted(going_on)) == [
+        f"DELETE /torpor/requests/{name}" for name in (["one"] if is_stream else ["one", "two"])
+    ]
+
+
+def test_a_call_that_is_cancelled_by_a_scope_of_anyio_ends_at_its_server_too(going_on):
+    """As in a gateway on Starlette, whose own client went: nothing more is awaited in that scope."""
+
+    async def scene() -> None:
+        async with client.async_http_client(base_url=going_on.url, headers={"Authorization": "Bearer key"}) as http:
+            with anyio.CancelScope() as scope:
+                body = {"model": "m", "messages": MESSAGES, "stream": True}
+                async with http.stream(
+                    "POST", "/v1/chat/completions", json=body, headers={"X-Request-Id": "mine"}
+                ) as answer:
+                    async for _ in answer.aiter_bytes():
+                        scope.cancel()
+
+    asyncio.run(scene())
+    assert deleted(going_on) == ["DELETE /torpor/requests/mine"]

@@ -5,7 +5,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from server_stubs import Engine, build, client, metrics_by, no_settings, run, started  # noqa: F401
+from server_stubs import Engine, build, client, metric, metrics_by, no_settings, run, started  # noqa: F401
 from torpor.errors import NotEnoughRoom
 from torpor.vllm.server.automatic import pause_between
 
@@ -161,11 +161,40 @@ def test_a_wake_without_room_is_tried_again_while_a_request_waits(monkeypatch):
             while sum(each[0] == "wake_up" for each in server.engine.calls) < 3:
                 await asyncio.sleep(0.01)
             assert server.state == "asleep" and not call.done()
+            assert counted(server, "wake", "host", "no_room") >= 2 and counted(server, "wake", "host", "error") == 0
             server.engine.fails_with = None
             assert (await asyncio.wait_for(call, 60)).status_code == 200
         tries = len(server.engine.calls)
         await asyncio.sleep(0.05)
         assert len(server.engine.calls) == tries  # and not once more
+
+    run(scene())
+
+
+def counted(server, operation: str, tier: str, outcome: str) -> float | None:
+    return metric(server, "torpor_operations_total", operation=operation, tier=tier, outcome=outcome)
+
+
+def test_what_waits_for_the_device_is_no_failure_and_a_full_disk_is_one(monkeypatch, tmp_path):
+    async def scene():
+        _, server = build(monkeypatch, [], engine=Engine(tmp_path))
+        await started(server)
+        await server.sleep()
+        server.engine.fails_with = NotEnoughRoom("another server has the device")
+        for sleep_or_wake in (server.sleep_deeper, server.wake_up):
+            with pytest.raises(NotEnoughRoom):
+                await sleep_or_wake()
+        assert [counted(server, "sleep", "disk", each) for each in ("error", "no_room")] == [0, 1]
+        assert [counted(server, "wake", "host", each) for each in ("error", "no_room")] == [0, 1]
+        server.engine.fails_with = None
+
+        async def full(*_, **options):
+            raise NotEnoughRoom("the volume is full")
+
+        server.engine.sleep = full
+        with pytest.raises(NotEnoughRoom):
+            await server.sleep_deeper()
+        assert [counted(server, "sleep", "disk", each) for each in ("error", "no_room")] == [1, 1]
 
     run(scene())
 

@@ -3,6 +3,7 @@
 With vLLM's HTTP server and output processor, without an engine."""
 
 import asyncio
+import dataclasses
 import os
 import shutil
 import signal
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import uvloop
 from fastapi.responses import StreamingResponse
-from server_stubs import CLIENT, Engine, build, client, no_settings, run, started  # noqa: F401
+from server_stubs import CLIENT, Engine, build, client, client_goes, metric, no_settings, run, started  # noqa: F401
 from starlette.datastructures import Headers
 from vllm.exceptions import GracefulHTTPError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -81,8 +82,12 @@ class Http:
 class Store:
     """An object store that this server owns."""
 
-    def __init__(self, server):
+    def __init__(self, server, pushes: bool = True):
         self._server, self.released_after_close = server, []
+        self._pushes = pushes
+
+    async def push(self, checkpoint: str) -> str:
+        return "pushed" if self._pushes else ""
 
     async def release(self) -> None:
         self.released_after_close.append(self._server.log.closed)
@@ -177,13 +182,14 @@ def test_what_vllms_own_way_out_aborts_goes_on_in_the_next_server(monkeypatch, t
         os.kill(os.getpid(), number)
         # The engine may have had the signal, too, and a client may give up, before anything else of this process runs.
         server.engine.give("a", finish=FinishReason.ABORT)
-        await server.engine.abort("b", internal=True)
+        await client_goes(server.engine, "b")
         assert states(server.log.answers) == dict.fromkeys(NAMES, "running")
         await until(lambda: server.state == "ending")
-        await server.engine.abort("c", internal=True)
+        await client_goes(server.engine, "c")
         for name in ("a", "c"):  # nobody takes an abort for the end of the answer
             assert await said_to(queues[name]) == (
-                f"the server ends; take up this answer at /torpor/requests/{name} of the next one"
+                f"the server ends; take up this answer at /torpor/requests/{name} of the next one, or send it again "
+                "if that has none"
             )
         with pytest.raises(WrongState, match="the next one goes on"):  # nor is one promised
             await server.abort(["c"])
@@ -260,6 +266,31 @@ def test_a_server_that_has_saved_begins_vllms_way_out_once(monkeypatch, tmp_path
     run(scene(), 60)
 
 
+@pytest.mark.parametrize("pushes", [True, False])
+def test_a_drain_whose_push_fails_says_what_another_machine_lacks(monkeypatch, tmp_path, pushes):
+    async def scene():
+        from torpor.vllm.server import ending
+
+        said = {"info": [], "error": []}
+        for level, lines in said.items():
+            monkeypatch.setattr(ending.logger, level, lambda text, *words, lines=lines, **_: lines.append(text % words))
+        _, server, http, queues = await ready(monkeypatch, tmp_path)
+        server.settings = dataclasses.replace(server.settings, object_store="s3://bucket")
+        server.remote = Store(server, pushes)
+        assert [metric(server, "torpor_pushes_total", outcome=each) for each in ("ok", "error")] == [0, 0]
+        os.kill(os.getpid(), signal.SIGTERM)
+        to_client = await said_to(queues["a"])
+        await until(lambda: http.force_exit)
+        assert [metric(server, "torpor_pushes_total", outcome=each) for each in ("ok", "error")] == [pushes, not pushes]
+        assert (metric(server, "torpor_push_timestamp_seconds") is None) == (not pushes)
+        assert metric(server, "torpor_operations_total", operation="sleep", tier="disk", outcome="ok") == 1
+        assert to_client.endswith("of the next one" if pushes else "or send it again if that has none")
+        assert any("not pushed to s3://bucket" in line for line in said["error"]) == (not pushes)
+        assert ("to go on in a server with this directory" in said["info"][-1]) == (not pushes)
+
+    run(scene(), 60)
+
+
 # --- one that has failed ----------------------------------------------------------------------------------------------
 
 
@@ -299,7 +330,7 @@ def test_a_failed_server_keeps_no_reader_waiting_and_its_answers_for_the_next_on
                 assert server.problem.what in answer.json()["error"]["message"]
             assert (await asking.get("/torpor/requests/c")).json()["choices"][0]["token_ids"] == [5, 6, 7]
             assert "[DONE]" in (await asking.get("/torpor/requests/c/stream")).text
-        await server.engine.abort("a", internal=True)  # its client gives up
+        await client_goes(server.engine, "a")
         said = []
         queue = SimpleNamespace(put=said.append)
         server.engine.output_processor.request_states["b"] = SimpleNamespace(queue=queue)

@@ -259,3 +259,22 @@ def test_the_interval_of_vllm_is_that_of_comments(monkeypatch):
         assert server.queued == 0
 
     run(scene())
+
+
+@pytest.mark.parametrize("state", ["awake", "asleep"])
+@pytest.mark.parametrize("on_disconnect", ["abort", "continue"])
+def test_a_call_that_outlives_its_connection_says_so(monkeypatch, state, on_disconnect):
+    """torpor.client then says when its caller wants no more of it."""
+
+    async def scene():
+        app, server, _ = serving(monkeypatch, 60, on_disconnect=on_disconnect)
+        await started(server)
+        if state == "asleep":
+            await server.sleep()
+        caller = Caller(app, "/v1/completions", STREAMED)
+        await caller.until(lambda: caller.sent)
+        said = {name.lower() for name, _ in caller.sent[0]["headers"]}
+        assert (b"x-torpor-on-disconnect" in said) == (on_disconnect == "continue")
+        caller.task.cancel()
+
+    run(scene())

@@ -21,7 +21,7 @@ from server_stubs import (  # noqa: F401
     run,
     started,
 )
-from torpor.errors import NotEnoughRoom
+from torpor.errors import NotEnoughRoom, WrongState
 from torpor.vllm.server import metrics
 from torpor.vllm.server.metrics import Metrics
 from torpor.vllm.server.route_table import ROUTES
@@ -41,7 +41,7 @@ def test_counts_are_counters_and_amounts_and_facts_are_gauges():
     assert {name for name, kind in kinds.items() if kind == "counter"} == {
         "torpor_operations", "torpor_moved_bytes", "torpor_requests_refused", "torpor_response_log_failures",
         "torpor_automatic_operations", "torpor_task_failures", "torpor_responses_dropped", "torpor_failovers",
-        "torpor_session_actions",
+        "torpor_session_actions", "torpor_pushes",
     }  # fmt: skip
     assert {name for name, kind in kinds.items() if kind == "histogram"} == {
         "torpor_operation_seconds", "torpor_phase_seconds", "torpor_queue_seconds", "torpor_failover_seconds",
@@ -113,6 +113,8 @@ def test_counters_and_histograms_get_no_series_that_they_do_not_begin_with(monke
             server.engine.fails_with = None
             await server.wake_up()
         await server.checkpoint()
+        for ok in (True, False):
+            server.metrics.pushed(ok, 1e9)
         for task in TASKS:
             server.tasks.failed(task, ValueError(task))
         after = series(server)
@@ -144,7 +146,7 @@ def test_what_is_not_known_is_absent(monkeypatch, tmp_path):
         _, server = build(monkeypatch, [], engine=Engine(tmp_path), response_log="off")
         unknown = (
             "torpor_checkpoint_timestamp_seconds", "torpor_checkpoint_bytes", "torpor_start_timestamp_seconds",
-            "torpor_response_log_bytes", "torpor_checkpoint_interval_seconds",
+            "torpor_response_log_bytes", "torpor_checkpoint_interval_seconds", "torpor_push_timestamp_seconds",
         )  # fmt: skip
         for name in unknown:
             assert metric(server, name) is None
@@ -208,8 +210,8 @@ def test_a_wake_has_the_tier_that_it_reads_from(monkeypatch, tmp_path, to):
         server.engine.changes = False
         await server.sleep(to="host" if to == "disk" else "disk")  # it sleeps already
         server.engine.changes = True
-        server.engine.fails_with = NotEnoughRoom("no room")
-        with pytest.raises(NotEnoughRoom):
+        server.engine.fails_with = WrongState("requests run")
+        with pytest.raises(WrongState):
             await server.wake_up()
         server.engine.fails_with = None
         await server.wake_up()

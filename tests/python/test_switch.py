@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from inspector import BINARY
-from server_stubs import Engine, build, no_settings, report, run, started  # noqa: F401
+from server_stubs import Engine, build, client_goes, no_settings, report, run, started  # noqa: F401
 from torpor import _core
 from torpor.errors import (
     Aborted,
@@ -359,7 +359,7 @@ def test_where_a_third_server_owns_the_directory_the_owner_fails_and_names_it(mo
         assert third[0].find(REQUEST, "")  # it has the request
         with pytest.raises(WrongState, match="has handed over"):
             await server.abort([REQUEST])
-        await server.engine.abort(REQUEST, internal=True)  # its client went away
+        await client_goes(server.engine, REQUEST)
         assert not [call for call in server.engine.calls if call[0] == "abort"]
 
     play(monkeypatch, tmp_path, scene)

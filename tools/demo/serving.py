@@ -160,8 +160,9 @@ class Client:
         self.also_at: list[str] = []  # other servers that may have the answers
         self._readings: dict[str, Reading] = {}
         self._openai = AsyncOpenAI(
-            base_url=f"{url}/v1", api_key=key, max_retries=0, also_at=self.also_at, on_interruption=self._interrupted
-        )
+            base_url=f"{url}/v1", api_key=key, max_retries=0, also_at=self.also_at, on_interruption=self._interrupted,
+            abort_on_close=False,  # a task that a test cancels stands for a client that is killed
+        )  # fmt: skip
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2)  # vLLM closes what was idle for 5 s
         self.http, self.admin = (
             httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {each}"}, timeout=600, limits=limits)

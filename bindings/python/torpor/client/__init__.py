@@ -37,7 +37,7 @@ __all__ = [
 _LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=2)
 _SECONDS = 600.0
 OnInterruption = Callable[[Interruption], None]
-_OF_RESUMING = ("give_up_after", "also_at", "on_interruption")
+_OF_RESUMING = ("give_up_after", "also_at", "on_interruption", "abort_on_close")
 # Options of httpx.Client that say how a request is sent.
 _OF_SENDING = ("verify", "cert", "http1", "http2", "proxy", "mounts", "limits", "transport", "trust_env")
 
@@ -47,6 +47,7 @@ def http_client(
     give_up_after: float = _SECONDS,
     also_at: Sequence[str] = (),
     on_interruption: OnInterruption | None = None,
+    abort_on_close: bool = True,
     **options: Any,
 ) -> httpx.Client:
     """An httpx.Client whose calls take up their answers.
@@ -55,11 +56,15 @@ def http_client(
     `also_at`, as NotResumable with the reply of each server.
     `also_at`: base URLs of other servers that may have the answer, or take it over; tried in turn.
     `on_interruption` is called with an Interruption each time a connection broke, in the thread of the call.
+    `abort_on_close`: a call that is closed before its end, or cancelled, ends at its server, too: within a second or
+    two, or it runs on there. False: it runs on, for whoever takes its answer up later.
     `options`: of httpx.Client, with the meaning that they have there. So it goes through the proxies of `proxy`, of
     `mounts` and, unless `trust_env=False`, of the environment (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY).
     """
     inner = Sender({"limits": _LIMITS} | _taken(options, _OF_SENDING))
-    transport = ResumingTransport(inner, give_up_after=give_up_after, also_at=also_at, on_interruption=on_interruption)
+    transport = ResumingTransport(
+        inner, abort_on_close, give_up_after=give_up_after, also_at=also_at, on_interruption=on_interruption
+    )
     return httpx.Client(transport=transport, **({"timeout": _SECONDS} | options))
 
 
@@ -68,12 +73,13 @@ def async_http_client(
     give_up_after: float = _SECONDS,
     also_at: Sequence[str] = (),
     on_interruption: OnInterruption | None = None,
+    abort_on_close: bool = True,
     **options: Any,
 ) -> httpx.AsyncClient:
     """The same, an httpx.AsyncClient."""
     inner = AsyncSender({"limits": _LIMITS} | _taken(options, _OF_SENDING))
     transport = AsyncResumingTransport(
-        inner, give_up_after=give_up_after, also_at=also_at, on_interruption=on_interruption
+        inner, abort_on_close, give_up_after=give_up_after, also_at=also_at, on_interruption=on_interruption
     )
     return httpx.AsyncClient(transport=transport, **({"timeout": _SECONDS} | options))
 

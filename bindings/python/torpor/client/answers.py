@@ -31,6 +31,9 @@ _LATER = (*_NOT_NOW, 429, 500)  # nor is an answer that was begun given up for t
 # Fields of a request after which an answer's text alone is not what its client gets: true ones, …
 _MORE_THAN_TEXT = ("tools", "functions", "echo", "return_token_ids", "return_prompt_text")
 _NUMBERS = ("logprobs", "prompt_logprobs")  # … and those of which 0 asks for something, too.
+# What a server says of a call that goes on when its connection breaks.
+_ON_DISCONNECT = "X-Torpor-On-Disconnect"
+_ABORT_SECONDS = 1.0  # for each step of it: whoever closes a stream, be it the garbage collector, waits for that
 # What a server says of a chat whose own answer has its reasoning apart from its text.
 PARSED = "X-Torpor-Parsed"
 _REASONING = "reasoning"
@@ -39,6 +42,7 @@ _CUT_OFF = ("abort", "error")  # finish reasons of answers that their server gav
 # or the form of its answer.
 _LEFT_HEADERS = ("host", "connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "expect", "range")
 _LEFT_HEADER_STARTS = ("content-", "accept", "proxy-", "if-")
+_MODEL = "X-Model"  # a router that chooses by the body's model finds it here, as such a question has no body
 
 
 class NotResumable(httpx.ReadError):
@@ -111,6 +115,7 @@ class Call:
         self._rest = b""  # of an event
         self._taken_up = False  # what is read
         self.complete = False
+        self.over = False  # nothing more is asked or sent for it
         self.cut_off = ""  # why the server ended the answer before its end
         self.broken = b""  # the event by which the server said that it gave up
         self.for_now = False  # as it ends or starts
@@ -134,6 +139,12 @@ class Call:
     def begun(self) -> bool:
         """Whether the caller has something of the answer."""
         return self.characters > 0 or bool(self._ended)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is more to come that its caller can still get."""
+        all_ended = len(self._ended) >= self._count and self._texts.keys() <= self._ended
+        return not (self.over or self.complete or all_ended)
 
     @property
     def why_not(self) -> str:
@@ -174,11 +185,26 @@ class Call:
             sent_by, url = url, url.join(location)
             if url.scheme != sent_by.scheme:
                 raise NotResumable(f"the answer is at {url}: the key is not sent there", request=self.request)
+        return httpx.Request("GET", url, headers=self._headers_about_it(), extensions=self.request.extensions)
+
+    def abort(self, last: httpx.Request) -> httpx.Request:
+        """The request that ends it at the server of its last request."""
+        url = self._at(str(last.url), f"/torpor/requests/{quote(self.request_id, safe='')}")
+        if last.method == "GET":  # there may have been a redirect
+            url = last.url.copy_with(raw_path=last.url.raw_path.partition(b"?")[0].removesuffix(b"/stream"))
+        timeout = httpx.Timeout(_ABORT_SECONDS).as_dict()
+        return httpx.Request("DELETE", url, headers=self._headers_about_it(), extensions={"timeout": timeout})
+
+    def _headers_about_it(self) -> httpx.Headers:
+        """Those of a question for the answer."""
         headers = self.request.headers.copy()
         for name in list(headers):
             if name in _LEFT_HEADERS or name.startswith(_LEFT_HEADER_STARTS):
                 del headers[name]
-        return httpx.Request("GET", url, headers=headers, extensions=self.request.extensions)
+        model = self._body.get("model")
+        if isinstance(model, str) and model.isascii() and model.isprintable():
+            headers.setdefault(_MODEL, model)
+        return headers
 
     @staticmethod
     def _at(base: str, path: str) -> httpx.URL:
@@ -295,10 +321,13 @@ def conversation(
     give_up_after: float,
     on_interruption: Callable[[Interruption], None] | None,
     also_at: Sequence[str] = (),
+    going_on: set[str] | None = None,
 ) -> Generator[Step, Any, None]:
-    """Yield what to do for this call. Send and Read are sent a response and bytes, or have httpx's error thrown."""
-    first = call.request.url
-    servers = Servers(f"{first.scheme}://{first.netloc.decode()}", also_at, call.begun_elsewhere)
+    """Yield what to do for this call. Send and Read are sent a response and bytes, or have httpx's error thrown.
+
+    `going_on`: gets the origins of servers whose calls go on when their connections break.
+    """
+    servers = Servers(origin(call.request), also_at, call.begun_elsewhere)
     responded = False
     in_vain = 0
     failures, redirects, heard = int(call.begun_elsewhere), 0, time.monotonic()
@@ -309,6 +338,8 @@ def conversation(
         try:
             response = yield Send(request)
             answered = response.status_code == 200
+            if answered and going_on is not None and (asks or response.headers.get(_ON_DISCONNECT) == "continue"):
+                going_on.add(origin(request))
             for_now = _for_now(asks, failures > 0, servers.several)
             # With this header a server refuses what it has not begun.
             refused = not asks and response.status_code == 503 and "Retry-After" in response.headers
@@ -330,6 +361,7 @@ def conversation(
                     request = call.take_up(servers.base)
                     continue
                 if call.broken and not call.for_now:
+                    call.complete = True
                     yield Give(call.broken)
                     return
                 _report(on_interruption, call, "no server has it", sent_again=True)
@@ -402,6 +434,10 @@ def conversation(
             in_vain += 1
         request, redirects = call.take_up(servers.base), 0
         yield Wait(min(_WAIT_SECONDS * 2 ** min(in_vain - 1, 10), _LONGEST_WAIT_SECONDS))
+
+
+def origin(request: httpx.Request) -> str:
+    return f"{request.url.scheme}://{request.url.netloc.decode()}"
 
 
 def _for_now(asks: bool, again: bool, several: bool) -> tuple[int, ...]:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any
 
 import httpx
 
-from torpor.client.answers import Call, Close, Give, Read, Respond, Send, Wait, conversation
+from torpor.client.answers import Call, Close, Give, Read, Respond, Send, Wait, conversation, origin
 
 
 class Sender(httpx.BaseTransport):
@@ -30,26 +31,42 @@ class Sender(httpx.BaseTransport):
 
 
 class ResumingTransport(httpx.BaseTransport):
-    """`inner` sends. `settings`: of conversation()."""
+    """`inner` sends. `abort_on_close`: of http_client(); `settings`: of conversation()."""
 
-    def __init__(self, inner: httpx.BaseTransport, **settings: Any):
+    def __init__(self, inner: httpx.BaseTransport, abort_on_close: bool, **settings: Any):
         self._inner, self._settings = inner, settings
+        self._closing = _Closing(abort_on_close)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         if (call := Call.of(request)) is None:
             return self._inner.handle_request(request)
-        body = _Body(self._inner, conversation(call, **self._settings))
-        return body.respond()
+        steps = conversation(call, **self._settings, going_on=self._closing.going_on)
+        return _Body(self._inner, steps, call, self._closing).respond()
 
     def close(self) -> None:
         self._inner.close()
 
 
+class _Closing:
+    """What a call that is closed before its end leaves to be said to its server."""
+
+    def __init__(self, aborts: bool):
+        self._aborts = aborts
+        self.going_on: set[str] = set()  # origins of servers whose calls go on when their connections break
+
+    def request(self, call: Call, last: httpx.Request | None) -> httpx.Request | None:
+        """None: nothing. `last`: the last request of the call."""
+        if not self._aborts or not call.unfinished or last is None or origin(last) not in self.going_on:
+            return None
+        return call.abort(last)
+
+
 class _Body(httpx.SyncByteStream):
     """The body of a response, over as many connections as it takes."""
 
-    def __init__(self, inner: httpx.BaseTransport, steps: Generator):
-        self._inner, self._steps = inner, steps
+    def __init__(self, inner: httpx.BaseTransport, steps: Generator, call: Call, closing: _Closing):
+        self._inner, self._steps, self._call, self._closing = inner, steps, call, closing
+        self._last: httpx.Request | None = None
         self._open: httpx.Response | None = None
         self._pieces: Iterator[bytes] = iter(())
 
@@ -70,17 +87,22 @@ class _Body(httpx.SyncByteStream):
             yield given.body
 
     def close(self) -> None:
+        abort = self._closing.request(self._call, self._last)
         self._steps.close()
+        self._call.over = True
         if self._open is not None:
             self._open.close()
             self._open = None
+        if abort is not None:
+            with contextlib.suppress(Exception):  # then it runs to its end
+                self._inner.handle_request(abort).close()
 
     def _until_given(self) -> Any:
         """The next Respond or Give; None: it is over."""
         outcome: Any = None
         problem: httpx.TransportError | None = None
         while True:
-            step = _next_step(self._steps, outcome, problem)
+            step = _next_step(self._steps, self._call, outcome, problem)
             if step is None or isinstance(step, Respond | Give):
                 return step
             outcome = problem = None
@@ -93,6 +115,7 @@ class _Body(httpx.SyncByteStream):
         if isinstance(step, Send):
             if self._open is not None:
                 self._open.close()
+            self._last = step.request
             self._open = self._inner.handle_request(step.request)
             self._pieces = iter(self._open.stream)
             return self._open
@@ -120,24 +143,37 @@ class AsyncSender(httpx.AsyncBaseTransport):
 
 
 class AsyncResumingTransport(httpx.AsyncBaseTransport):
-    def __init__(self, inner: httpx.AsyncBaseTransport, **settings: Any):
+    def __init__(self, inner: httpx.AsyncBaseTransport, abort_on_close: bool, **settings: Any):
         self._inner, self._settings = inner, settings
+        self._closing = _Closing(abort_on_close)
+        self._aborting: set[asyncio.Task] = set()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         if (call := Call.of(request)) is None:
             return await self._inner.handle_async_request(request)
-        body = _AsyncBody(self._inner, conversation(call, **self._settings))
-        return await body.respond()
+        steps = conversation(call, **self._settings, going_on=self._closing.going_on)
+        return await _AsyncBody(self._inner, steps, call, self._closing, self._aborting).respond()
 
     async def aclose(self) -> None:
+        if self._aborting:
+            await asyncio.wait(self._aborting)
         await self._inner.aclose()
 
 
 class _AsyncBody(httpx.AsyncByteStream):
     """As _Body."""
 
-    def __init__(self, inner: httpx.AsyncBaseTransport, steps: Generator):
-        self._inner, self._steps = inner, steps
+    def __init__(
+        self,
+        inner: httpx.AsyncBaseTransport,
+        steps: Generator,
+        call: Call,
+        closing: _Closing,
+        aborting: set[asyncio.Task],
+    ):
+        self._inner, self._steps, self._call, self._closing = inner, steps, call, closing
+        self._aborting = aborting
+        self._last: httpx.Request | None = None
         self._open: httpx.Response | None = None
         self._pieces: Any = None
 
@@ -158,16 +194,29 @@ class _AsyncBody(httpx.AsyncByteStream):
             yield given.body
 
     async def aclose(self) -> None:
+        aborting = None
+        if (abort := self._closing.request(self._call, self._last)) is not None:
+            # In a task of its own: the one that closes may be cancelled, and so may all that it awaits.
+            aborting = asyncio.create_task(self._abort(abort))
+            self._aborting.add(aborting)
+            aborting.add_done_callback(self._aborting.discard)
         self._steps.close()
+        self._call.over = True
         if self._open is not None:
             await self._open.aclose()
             self._open = None
+        if aborting is not None:
+            await asyncio.shield(aborting)
+
+    async def _abort(self, request: httpx.Request) -> None:
+        with contextlib.suppress(Exception):  # then it runs to its end
+            await (await self._inner.handle_async_request(request)).aclose()
 
     async def _until_given(self) -> Any:
         outcome: Any = None
         problem: httpx.TransportError | None = None
         while True:
-            step = _next_step(self._steps, outcome, problem)
+            step = _next_step(self._steps, self._call, outcome, problem)
             if step is None or isinstance(step, Respond | Give):
                 return step
             outcome = problem = None
@@ -180,6 +229,7 @@ class _AsyncBody(httpx.AsyncByteStream):
         if isinstance(step, Send):
             if self._open is not None:
                 await self._open.aclose()
+            self._last = step.request
             self._open = await self._inner.handle_async_request(step.request)
             self._pieces = aiter(self._open.stream)
             return self._open
@@ -193,12 +243,16 @@ class _AsyncBody(httpx.AsyncByteStream):
         return None
 
 
-def _next_step(steps: Generator, outcome: Any, problem: httpx.TransportError | None) -> Any:
+def _next_step(steps: Generator, call: Call, outcome: Any, problem: httpx.TransportError | None) -> Any:
     """Give the conversation what came of its last step. None: it is over."""
     try:
         return steps.throw(problem) if problem is not None else steps.send(outcome)
     except StopIteration:
+        call.over = True
         return None
+    except BaseException:
+        call.over = True
+        raise
 
 
 def _of_a_stream(response: httpx.Response) -> list[tuple[str, str]]:

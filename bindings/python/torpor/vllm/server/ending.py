@@ -128,6 +128,8 @@ async def _end(server) -> None:
     _enter_ending(server)
     if begun:
         problem = None if before == "failed" else await _problem_of_saving(server, before)
+        saved = before != "failed" and problem is None
+        server.pushed_at_end = server.remote is not None and saved and not server.push_failed
         lost = await _unwritten(server)
         if lost:
             running -= len(lost)
@@ -141,9 +143,22 @@ async def _end(server) -> None:
                 if server.has_log
                 else "without a response log these requests end here, or go on from an older checkpoint",
             )
+        if only_here := _is_only_here(server):
+            logger.error(
+                "torpor: what this server leaves was not pushed to %s. The next server on this machine finds all of it "
+                "in %s; one on another machine goes on from the last push, and has no request that came since",
+                server.settings.object_store,
+                server.options.checkpoint_dir,
+            )
         await _goodbye(server, lost)
     await _release(server)
-    logger.info("torpor: ended with %d requests to go on, in %.2f s", running, time.monotonic() - began)
+    where = " in a server with this directory" if begun and only_here else ""
+    logger.info("torpor: ended with %d requests to go on%s, in %.2f s", running, where, time.monotonic() - began)
+
+
+def _is_only_here(server) -> bool:
+    """Whether the object store lacks some of what this server leaves in its directory."""
+    return server.remote is not None and not server.pushed_at_end
 
 
 async def _problem_of_saving(server, before: str) -> BaseException | None:
@@ -246,7 +261,8 @@ def _where_it_goes_on(server, request_id: str) -> str:
     known = server.recorder.answers.get(request_id) if server.recorder is not None else None
     if known is None:
         return "send it again"
-    return f"take up this answer at /torpor/requests/{quote(known['response'], safe='')} of the next one"
+    where = f"take up this answer at /torpor/requests/{quote(known['response'], safe='')} of the next one"
+    return f"{where}, or send it again if that has none" if _is_only_here(server) else where
 
 
 async def _notify_clients(server, lost: Collection[str]) -> None:

@@ -23,6 +23,8 @@ _STREAMED = {
     "/v1/chat/completions": True, "/v1/completions": True, "/inference/v1/generate": True,
     "/v1/responses": False, "/v1/messages": False, "/cohere/v2/chat": False,
 }  # fmt: skip
+# Of an answer to them, where its request outlives its connection: torpor.client then says when nobody wants the rest.
+_GOES_ON = (b"x-torpor-on-disconnect", b"continue")
 
 
 def asks_for_events(path: str, headers: Headers, body: bytes) -> bool:
@@ -53,7 +55,7 @@ class EventStream:
         """Send status, headers and the first comment of a request that waits for a wake."""
         async with self._sending:
             self._begun = True
-            headers = [(b"content-type", f"{_TYPE}; charset=utf-8".encode())]
+            headers = [(b"content-type", f"{_TYPE}; charset=utf-8".encode()), *self._about_disconnect()]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             self._comment_from_now_on()
 
@@ -65,13 +67,17 @@ class EventStream:
                 if self._begun:
                     self._refusal = None if is_stream else b""
                     return
-                await self._send(message)
+                await self._send(message | {"headers": [*message["headers"], *self._about_disconnect()]})
                 if is_stream:
                     self._comment_from_now_on()
             elif message["type"] == "http.response.body":
                 await self._send_body(message)
             else:
                 await self._send(message)
+
+    def _about_disconnect(self) -> list[tuple[bytes, bytes]]:
+        continues = self._path in _STREAMED and self._server.settings.on_disconnect == "continue"
+        return [_GOES_ON] if continues else []
 
     async def _send_body(self, message) -> None:
         ends = not message.get("more_body", False)

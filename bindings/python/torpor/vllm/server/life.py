@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import sys
 import time
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -18,7 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from torpor import _core
-from torpor.errors import Busy, Error, Unsupported, WrongState
+from torpor.errors import Busy, Error, NotEnoughRoom, Unsupported, WrongState
 from torpor.vllm.frontend import Report
 from torpor.vllm.options import Options
 from torpor.vllm.plugin import holds_memory_of
@@ -35,6 +36,7 @@ from torpor.vllm.server.tasks import Tasks
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
 let_in: ContextVar[bool] = ContextVar("torpor_let_in", default=False)  # set by the Gate for a call that it let in
+_adds: ContextVar[bool] = ContextVar("torpor_adds", default=False)  # within add_request() of the engine
 HANDED_OVER = "the server has handed over its requests to the next one"
 _ABORTS_NOTHING = "the server ends, and the next one goes on with its requests"
 _WAIT_SECONDS = 0.01  # between looks whether requests have ended
@@ -67,6 +69,8 @@ class Server:
         self.last_checkpoint: dict | None = None
         self.left_checkpoint: dict | None = None  # that the start passed over: it fits no more, and had no requests
         self.remote: Remote | None = None
+        self.push_failed = False  # the last one
+        self.pushed_at_end = False  # all that it leaves is in the object store
         self.standby: standby.Standby | None = None  # none unless it was started as one
         self.handed_over = False  # another server goes on with all requests, and this one records nothing more
         self.leaving = False  # vLLM's own way out has begun
@@ -282,9 +286,11 @@ class Server:
             name_tenant(args, kwargs)
         self._adding += 1
         self.begun += 1
+        outside = _adds.set(True)
         try:
             return await self._stock_add(*args, **kwargs)
         finally:
+            _adds.reset(outside)
             self._adding -= 1
 
     async def _register(self, request, *args, **kwargs) -> None:
@@ -298,15 +304,18 @@ class Server:
             raise
 
     async def _abort(self, request_id, internal: bool = False) -> None:
-        """`internal`: vLLM's, because a client went away; or everybody's, because the server ends."""
+        """`internal`: by vLLM's own ids, as generate() does when its client goes or it fails, and POST /abort_requests
+        for all requests. generate() does it while it handles an exception."""
+        problem = sys.exception()
+        asked = not internal or problem is None
         handed_over = await self.has_handed_over()
-        if internal and (handed_over or self.state in ("failed", "ending")):  # the next server goes on
+        if not asked and (handed_over or self.state in ("failed", "ending")):  # the next server goes on
             return
         if handed_over:
             raise GracefulHTTPError(HANDED_OVER, HTTPStatus.CONFLICT)
-        if not internal and self.recorder is not None and not self.recorder.records_aborts:
+        if asked and (self.state == "failed" or (self.recorder is not None and not self.recorder.records_aborts)):
             raise GracefulHTTPError(_ABORTS_NOTHING, HTTPStatus.SERVICE_UNAVAILABLE)
-        if internal and self.settings.on_disconnect == "continue":
+        if internal and self.settings.on_disconnect == "continue" and self._client_went(problem):
             processor = self.engine.output_processor
             for each in [request_id] if isinstance(request_id, str) else list(request_id):
                 parent = processor.parent_requests.get(each)
@@ -315,6 +324,14 @@ class Server:
                         state.queue = Nobody()
             return
         await self._stock_abort(request_id, internal)
+
+    def _client_went(self, problem: BaseException | None) -> bool:
+        """Whether vLLM aborts a request because its client went away. `problem`: what it handles meanwhile."""
+        if not isinstance(problem, asyncio.CancelledError | GeneratorExit) or _adds.get():  # it may be sent in part
+            return False
+        # No client holds a background response: only POST /v1/responses/ID/cancel cancels its task.
+        responses = getattr(self.app_state, "openai_serving_responses", None)
+        return asyncio.current_task() not in getattr(responses, "background_tasks", {}).values()
 
     async def abort(self, request_ids: list[str]) -> None:
         """End the choices of one response, as a reader wishes. Raises WrongState if another server has them by now."""
@@ -447,6 +464,8 @@ class Server:
     async def _push(self, report: Report) -> None:
         if self.remote is not None:
             report["pushed"] = await self.remote.push(report.checkpoint)
+            self.push_failed = not report["pushed"]
+            self.metrics.pushed(not self.push_failed, time.time())
 
     async def sleep_deeper(self) -> Report:
         """From host memory to disk. It wakes on the way: where the device has no room for that it stays as it is."""
@@ -458,7 +477,7 @@ class Server:
                 before = "awake"
                 report = await self.sleep_now(1, "abort", True, "disk", {})
             except BaseException as problem:
-                self.metrics.failed("sleep", "disk")
+                self.metrics.failed("sleep", "disk", before != "awake" and isinstance(problem, NotEnoughRoom))
                 await self._after_failure(problem, before)
                 raise
             self.enter("asleep")
@@ -493,7 +512,7 @@ class Server:
                     tags, kv=kv, progress=progress, early=early, swap_in_from=swap_in_from
                 )
             except BaseException as problem:
-                self.metrics.failed("wake", self._slept_to)
+                self.metrics.failed("wake", self._slept_to, isinstance(problem, NotEnoughRoom))
                 await self._after_failure(problem, before)
                 raise
             self.enter("awake" if report.fully_awake else "asleep")

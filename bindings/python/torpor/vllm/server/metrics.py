@@ -25,6 +25,8 @@ OPERATIONS = (
     ("sleep", "host"), ("sleep", "disk"), ("wake", "host"), ("wake", "disk"), ("wake", "response_log"),
     ("checkpoint", "disk"),
 )  # fmt: skip
+# Those that may have to wait until another server gives the device back: a wake, and a sleep that wakes on the way.
+_WITHOUT_ROOM = (("wake", "host"), ("wake", "disk"), ("sleep", "disk"))
 PHASES = {  # engine/sleep_controller_*.cpp
     "sleep": ("quiesce", "capture", "commit", "save", "verify", "detach"),
     "wake": ("open", "quiesce", "restore", "reconnect"),
@@ -86,9 +88,11 @@ class Metrics:
             Counter,
             "torpor_operations",
             "Sleeps, wakes and checkpoints, by the tier that a sleep or a checkpoint writes to and a wake reads from, "
-            "and by outcome: ok or error. A call that changes nothing, as a sleep of an engine that sleeps, is none.",
+            "and by outcome: ok, error, or no_room if the device had no room for the wake, which is tried again. A "
+            "call that changes nothing, as a sleep of an engine that sleeps, is none.",
             ("operation", "tier", "outcome"),
-            [(*each, outcome) for each, outcome in product(OPERATIONS, ("ok", "error"))],
+            [(*each, outcome) for each, outcome in product(OPERATIONS, ("ok", "error"))]
+            + [(*each, "no_room") for each in _WITHOUT_ROOM],
         )
         self.automatic = of(
             Counter,
@@ -196,6 +200,19 @@ class Metrics:
             "Unix time at which the newest checkpoint was written, by this process or by the one that it goes on from.",
             values=(),
         )
+        self.pushes = of(
+            Counter,
+            "torpor_pushes",
+            "Checkpoints of this server with --torpor-object-store, by whether they reached the store: ok or error.",
+            ("outcome",),
+            [(each,) for each in ("ok", "error")],
+        )
+        self.push_time = of(
+            Gauge,
+            "torpor_push_timestamp_seconds",
+            "Unix time at which this process last pushed a checkpoint and the answers to the object store.",
+            values=(),
+        )
         self.checkpoint_bytes = of(
             Gauge, "torpor_checkpoint_bytes", "Size in bytes of the newest checkpoint.", values=()
         )
@@ -252,8 +269,14 @@ class Metrics:
         for direction in MOVED:
             self.bytes.labels(direction).inc(report[f"{direction}_bytes"])
 
-    def failed(self, operation: str, tier: str) -> None:
-        self.operations.labels(operation, tier, "error").inc()
+    def failed(self, operation: str, tier: str, no_room: bool = False) -> None:
+        """`no_room`: on the device, for a wake."""
+        self.operations.labels(operation, tier, "no_room" if no_room else "error").inc()
+
+    def pushed(self, ok: bool, now: float) -> None:
+        self.pushes.labels("ok" if ok else "error").inc()
+        if ok:
+            self.push_time.set(now)
 
     def task_failed(self, task: str) -> None:
         self.task_failures.labels(_word(task)).inc()

@@ -161,7 +161,7 @@ class Settings:
         "abort",
         TEXT,
         "what happens to the request of a client that disconnects. abort: it ends, as with vLLM; continue: it runs "
-        "on, and the client may resume its answer",
+        "on, and the client may resume its answer; what is aborted or cancelled by a call ends all the same",
         "abort",
         "continue",
         needs_log=("continue",),
