@@ -22,8 +22,8 @@ std::vector<MemoryBound> memory_bounds(const std::string& root = {});
 
 // Return the bytes that are available under every bound; 0 if no bound can be read.
 uint64_t free_memory(const std::string& root = {});
-// Return the bytes after which the system would end a process; none if no bound can be read. Swap space counts, as
-// memory of others may go there.
+// Return the bytes after which the system would end a process, or hold it up (memory.high); none if no bound can be
+// read. Swap space counts, as memory of others may go there.
 std::optional<uint64_t> memory_before_kill(const std::string& root = {});
 // Return the bytes that are available if half of each bound's total stays free. Use it for memory that is merely
 // useful.
