@@ -66,6 +66,40 @@ struct HostArena::Impl {
         .next_step = "raise arena_budget_bytes, or sleep to disk"};
   }
 
+  // Return what the system can give; none if it is not known. Takes a fraction of a millisecond; no lock is held.
+  std::optional<uint64_t> free_in_system() const noexcept {
+    try {
+      return options.free_memory ? options.free_memory() : std::nullopt;
+    } catch (const std::exception&) {
+      return std::nullopt;
+    }
+  }
+  static Error no_memory(uint64_t bytes, uint64_t free) {
+    return Error{.code = Code::kResourceExhausted,
+                 .what = fmt::format("host memory for saved bytes: {} more wanted, {} are free on this machine or in "
+                                     "its control group",
+                                     bytes, free),
+                 .next_step = "sleep to disk, keep less KV, or give the machine or container more memory"};
+  }
+  // Return the size of a slab for which the system has memory, `least` or more; best `usual`.
+  Result<uint64_t> fitting(uint64_t usual, uint64_t least) const {
+    const std::optional<uint64_t> free = free_in_system();
+    if (!free || usual <= *free) return usual;
+    if (least <= *free) return least;
+    return no_memory(least, *free);
+  }
+  // Do the work of HostArena::check_free(). What another call is adding counts as there. Releases the lock meanwhile.
+  Status check_free(uint64_t bytes) TORPOR_REQUIRES(mutex) {
+    while (dropping > 0) changed.wait(mutex);  // it is about to be free
+    const uint64_t there = held - used;
+    if (bytes <= there) return ok();
+    mutex.unlock();
+    const std::optional<uint64_t> free = free_in_system();
+    mutex.lock();
+    const uint64_t wanted = align_up(bytes - there, kPage);
+    return !free || wanted <= *free ? ok() : Status(no_memory(wanted, *free));
+  }
+
   // Take another slab of at least `bytes` bytes from the system. If another slab is being prefaulted, wait for that
   // instead; the caller then looks again. Releases the lock meanwhile.
   Status grow(uint64_t bytes) TORPOR_REQUIRES(mutex) {
@@ -91,28 +125,35 @@ struct HostArena::Impl {
     Slabs fresh;
     ArenaSlab& slab = fresh.emplace(nullptr, ArenaSlab{.size = size}).first->second;
     slab.range = ranges.make();
+    const bool others_end = dropping > 0 || coming > 0;  // then more may be free
     growing = size;
     held += size;
     hurry = true;
     mutex.unlock();
+    bool fits = false;
     const Status taken = try_catch([&]() -> Status {
-      TORPOR_ASSIGN_OR_RETURN(slab.data, map_slab(size, *options.numa, target));
+      TORPOR_ASSIGN_OR_RETURN(slab.size, fitting(size, align_up(bytes, kPage)));
+      fits = true;
+      TORPOR_ASSIGN_OR_RETURN(slab.data, map_slab(slab.size, *options.numa, target));
       how.huge_pages = how.huge_pages && wants_huge_pages();
-      torpor::prefault(slab.data, size, how, touch);
+      torpor::prefault(slab.data, slab.size, how, touch);
       return ok();
     });
-    if (taken) pin_slab(slab, options.pin_for, size);
+    if (taken) pin_slab(slab, options.pin_for, slab.size);
     mutex.lock();
     growing = 0;
     numa = std::move(target);
     if (taken) {
+      held -= size - slab.size;
       insert(fresh);
     } else {
       held -= size;
       ranges.forget(slab.range);
     }
     changed.notify_all();
-    return taken;
+    if (fits || !others_end) return taken;
+    if (dropping > 0 || coming > 0) changed.wait(mutex);
+    return ok();
   }
 
   // Insert the one slab in `fresh`. Allocates nothing.
@@ -322,6 +363,19 @@ Status HostArena::prefault(uint64_t bytes) {
   return impl_->grow_to(bytes, std::numeric_limits<uint64_t>::max());
 }
 
+Status HostArena::check_free(uint64_t bytes) const {
+  const MutexLock lock(impl_->mutex);
+  return impl_->check_free(bytes);
+}
+
+Status HostArena::make_room(uint64_t bytes) {
+  const MutexLock lock(impl_->mutex);
+  while (true) {
+    Status checked = impl_->check_free(bytes);
+    if (checked || !impl_->ask_for(impl_->missing(bytes))) return checked;
+  }
+}
+
 struct HostArena::Ahead::Work {
   std::atomic<bool> stop = false;
   std::thread thread;
@@ -343,9 +397,10 @@ Result<HostArena::Ahead> HostArena::prefault_ahead(uint64_t bytes) {
   Ahead ahead;
   const MutexLock lock(impl.mutex);
   const uint64_t piece = impl.options.piece_bytes;
+  const uint64_t rests = impl.missing(bytes) / piece * impl.options.slab_bytes;  // more than is lost between pieces
+  const bool scarce = rests > 0 && !impl.check_free(bytes + rests);
   const uint64_t missing = impl.missing(bytes);
-  const uint64_t rests = missing / piece * impl.options.slab_bytes;  // more than is lost between pieces
-  const bool at_once = missing <= piece || impl.over_budget(missing + rests);
+  const bool at_once = missing <= piece || scarce || impl.over_budget(missing + rests);
   const uint64_t target = impl.held + missing;
   TORPOR_RETURN_IF_ERROR(impl.grow_to(at_once ? bytes : bytes - missing + piece, std::numeric_limits<uint64_t>::max()));
   if (at_once) return ahead;

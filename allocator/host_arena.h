@@ -43,6 +43,9 @@ struct HostArenaOptions {
   DeviceMemory* pin_for = nullptr;      // must outlive the arena; null: pin nothing, take memory from any node
   NumaSystem* numa = &linux_numa();     // must outlive the arena
   HugePages huge_pages;                 // asked before memory is taken from the system
+  // Returns how many bytes can be taken from the system before it ends a process; none: not known. Asked before memory
+  // is taken, without locks. Null: never known. prefault_slowly() does not ask.
+  std::function<std::optional<uint64_t>()> free_memory{};
 };
 
 struct HostArenaInfo {
@@ -82,18 +85,25 @@ class HostArena {
   void ask_when_short(GiveUp give_up);
 
   // Return contiguous memory, aligned to 4096 bytes. kResourceExhausted: it is beyond the budget, although GiveUp freed
-  // nothing more and unused memory of other sizes was given back to the system. The error says how much is held and how
-  // much is missing.
+  // nothing more and unused memory of other sizes was given back to the system; or the system has no memory for it
+  // (HostArenaOptions::free_memory). The error says how much is held and how much is missing.
   Result<Span> allocate(uint64_t bytes);
   // Return a span of memory that is already held; empty if no free range is large enough. Takes nothing from the system
   // and does not call GiveUp.
   Span allocate_held(uint64_t bytes);
-  // Prefault memory until at least `bytes` bytes are held and unused.
+  // Prefault memory until at least `bytes` bytes are held and unused. kResourceExhausted, as allocate(): nothing was
+  // taken.
   Status prefault(uint64_t bytes);
+  // Return kResourceExhausted if the system has no memory for what is missing until `bytes` bytes are held and unused.
+  // Takes nothing, and ignores the budget. Other processes may take the memory afterwards.
+  Status check_free(uint64_t bytes) const;
+  // Do the same, but call GiveUp first as long as that helps.
+  Status make_room(uint64_t bytes);
   // Do the work of prefault(), but return when a first piece of the missing memory is there
   // (HostArenaOptions::piece_bytes). A thread brings the rest, piece by piece, while the first is used; it stops when
   // the result is destroyed. The arena must outlive the result. If a piece cannot be had, the allocation that needs it
-  // fails. Near the budget all pieces come at once, because the remainders between pieces would be missing there.
+  // fails. Near the budget, or if the system has little more memory, all pieces come at once, because the remainders
+  // between pieces would be missing there.
   class Ahead {
    public:
     Ahead();

@@ -14,16 +14,17 @@ namespace {
 
 constexpr uint64_t kNoLimit = uint64_t{1} << 60;  // version 1 writes about 2^63 if there is no limit
 
-// Return the sum of the numbers that follow these words, one a line.
+// Return the sum of the numbers that follow these words, one a line; none if no line has one of them.
 std::optional<uint64_t> sum_of(const std::string& path, const std::vector<std::string>& words) {
   std::ifstream file(path);
   if (!file) return std::nullopt;
-  uint64_t sum = 0;
+  std::optional<uint64_t> sum;
   for (std::string line; std::getline(file, line);) {
     std::istringstream in(line);
     std::string word;
     uint64_t number = 0;
-    if (in >> word >> number && std::find(words.begin(), words.end(), word) != words.end()) sum += number;
+    if (in >> word >> number && std::find(words.begin(), words.end(), word) != words.end())
+      sum = sum.value_or(0) + number;
   }
   return sum;
 }
@@ -41,6 +42,7 @@ struct GroupFiles {  // of one version of control groups
   std::vector<std::string> limits;
   std::string used;
   std::vector<std::string> cached;
+  uint64_t machine_swap = 0;
 };
 
 std::optional<MemoryBound> bound_of(const std::string& group, const GroupFiles& files) {
@@ -50,7 +52,12 @@ std::optional<MemoryBound> bound_of(const std::string& group, const GroupFiles& 
   if (total == std::numeric_limits<uint64_t>::max() || !used) return std::nullopt;
   const uint64_t cached = sum_of(group + "/memory.stat", files.cached).value_or(0);
   const uint64_t needed = *used - std::min(*used, cached);
-  return MemoryBound{.total = total, .available = total - std::min(total, needed)};
+  uint64_t swap = files.machine_swap;
+  if (const std::optional<uint64_t> most = number_in(group + "/memory.swap.max")) {
+    const uint64_t swapped = number_in(group + "/memory.swap.current").value_or(0);
+    swap = std::min(swap, *most - std::min(*most, swapped));
+  }
+  return MemoryBound{.total = total, .available = total - std::min(total, needed), .swap = swap};
 }
 
 // Add the bounds of the group and of all groups above it.
@@ -69,7 +76,9 @@ std::vector<MemoryBound> memory_bounds(const std::string& root) {
   std::vector<MemoryBound> bounds;
   const std::string machine = root + "/proc/meminfo";
   const uint64_t total = sum_of(machine, {"MemTotal:"}).value_or(0) * kKiB;
-  if (total > 0) bounds.push_back({.total = total, .available = *sum_of(machine, {"MemAvailable:"}) * kKiB});
+  const std::optional<uint64_t> available = sum_of(machine, {"MemAvailable:"});
+  const uint64_t swap = sum_of(machine, {"SwapFree:"}).value_or(0) * kKiB;
+  if (total > 0 && available) bounds.push_back({.total = total, .available = *available * kKiB, .swap = swap});
   std::ifstream groups(root + "/proc/self/cgroup");
   for (std::string line; std::getline(groups, line);) {
     const size_t names = line.find(':');
@@ -83,13 +92,15 @@ std::vector<MemoryBound> memory_bounds(const std::string& root) {
                  {.mount = mount,
                   .limits = {"/memory.max", "/memory.high"},
                   .used = "/memory.current",
-                  .cached = {"inactive_file", "active_file"}});
+                  .cached = {"inactive_file", "active_file", "slab_reclaimable"},
+                  .machine_swap = swap});
     } else if (controllers.find(",memory,") != std::string::npos) {
       add_groups(bounds, group,
                  {.mount = mount + "/memory",
                   .limits = {"/memory.limit_in_bytes"},
                   .used = "/memory.usage_in_bytes",
-                  .cached = {"total_inactive_file", "total_active_file"}});
+                  .cached = {"total_inactive_file", "total_active_file"},
+                  .machine_swap = swap});
     }
   }
   return bounds;
@@ -100,6 +111,13 @@ uint64_t free_memory(const std::string& root) {
   const std::vector<MemoryBound> bounds = memory_bounds(root);
   for (const MemoryBound& bound : bounds) least = std::min(least, bound.available);
   return bounds.empty() ? 0 : least;
+}
+
+std::optional<uint64_t> memory_before_kill(const std::string& root) {
+  std::optional<uint64_t> least;
+  for (const MemoryBound& bound : memory_bounds(root))
+    least = std::min(least.value_or(std::numeric_limits<uint64_t>::max()), bound.available + bound.swap);
+  return least;
 }
 
 uint64_t spare_memory(const std::string& root) {

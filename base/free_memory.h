@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,7 @@ namespace torpor {
 struct MemoryBound {
   uint64_t total = 0;
   uint64_t available = 0;
+  uint64_t swap = 0;  // free swap space; of a group that has no limit of its own, the machine's
 };
 
 // Return all bounds, the machine's first. A bound that cannot be read is left out. `root` is put before each path;
@@ -20,6 +22,9 @@ std::vector<MemoryBound> memory_bounds(const std::string& root = {});
 
 // Return the bytes that are available under every bound; 0 if no bound can be read.
 uint64_t free_memory(const std::string& root = {});
+// Return the bytes after which the system would end a process, or hold it up (memory.high); none if no bound can be
+// read. Swap space counts, as memory of others may go there.
+std::optional<uint64_t> memory_before_kill(const std::string& root = {});
 // Return the bytes that are available if half of each bound's total stays free. Use it for memory that is merely
 // useful.
 uint64_t spare_memory(const std::string& root = {});

@@ -118,6 +118,13 @@ uint64_t ArenaPlan::arena_bytes() const {
   return bytes;
 }
 
+uint64_t ArenaPlan::least_bytes() const {
+  uint64_t bytes = 0;
+  for (const Tag& tag : tags_)
+    bytes += HostTier::least_bytes(parts_->host_codec, tag.copied_bytes() - tag.spilled_bytes(), tag.in_host);
+  return bytes;
+}
+
 uint64_t ArenaPlan::spill_staging(uint64_t padded_bytes, uint64_t largest) const {
   return std::min(padded_bytes, std::max(parts_->spill_staging_bytes, largest));
 }

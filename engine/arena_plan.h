@@ -58,6 +58,8 @@ class ArenaPlan {
   uint64_t batch_staging() const;
   // Return how many bytes of the arena all copied chunks take.
   uint64_t arena_bytes() const;
+  // Return how many bytes of the arena the chunks that go there take at least.
+  uint64_t least_bytes() const;
   // Return the bytes of the arena needed to bring back spilled chunks. `padded_bytes`: the size of all of them, each
   // rounded up to pages. `largest`: the size of the largest.
   uint64_t spill_staging(uint64_t padded_bytes, uint64_t largest) const;

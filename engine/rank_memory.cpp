@@ -75,13 +75,15 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
   if (!options.keep_backup) options.keep_backup = false;
   if (!options.retain_kv_bytes) options.retain_kv_bytes = other_memory ? UINT64_MAX : 0;
   if (!options.arena_keep_bytes) options.arena_keep_bytes = other_memory || *options.keep_backup ? UINT64_MAX : 0;
+  if (!options.free_memory) options.free_memory = [] { return memory_before_kill(); };
   options.spill_staging_bytes = std::min(options.spill_staging_bytes, options.arena_budget_bytes / 4);
   std::unique_ptr<RankMemory> memory(new RankMemory(std::move(device), options));
   TORPOR_ASSIGN_OR_RETURN(memory->arena_, HostArena::create({.budget_bytes = options.arena_budget_bytes,
                                                              .slab_bytes = options.arena_slab_bytes,
                                                              .prefault_threads = options.threads,
                                                              .pin_for = memory->device_.get(),
-                                                             .huge_pages = options.huge_pages}));
+                                                             .huge_pages = options.huge_pages,
+                                                             .free_memory = options.free_memory}));
   TORPOR_ASSIGN_OR_RETURN(memory->allocator_,
                           SleepAllocator::create(*memory->device_, {.handle_bytes = options.handle_bytes}));
   TORPOR_ASSIGN_OR_RETURN(memory->transfers_, TransferEngine::create(*memory->device_, *memory->arena_,

@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -37,6 +38,8 @@ struct RankMemoryOptions {
   uint64_t arena_budget_bytes = 0;  // 0: no limit
   // The size of the pieces in which host memory is taken from the system; the first ones are smaller.
   uint64_t arena_slab_bytes = 64ull << 20;
+  // How much host memory the system can give (HostArenaOptions::free_memory), in a test. Null: memory_before_kill().
+  std::function<std::optional<uint64_t>()> free_memory{};
   uint64_t handle_bytes = 64ull << 20;  // size of the pieces of the device's physical memory
   // Host memory to prefault from the start. None: a background prefault, on a device with memory of its own
   // (allocator/background_prefault.h), of what the first sleep will need: the bytes of all regions, of which the KV

@@ -69,6 +69,7 @@ Result<orders::Save::Reply> RankSaver::save_to_arena(const orders::Save& order, 
   const Status saved = try_catch([&]() -> Status {
     TORPOR_RETURN_IF_ERROR(begin_images(plan));
     plan.fit(0, unused);
+    TORPOR_RETURN_IF_ERROR(parts_.arena.make_room(plan.least_bytes()));  // before any tag takes some
     for (ArenaPlan::Tag& tag : plan.tags()) TORPOR_RETURN_IF_ERROR(spill(plan, tag));
     return copy_to_host(plan, nullptr);
   });

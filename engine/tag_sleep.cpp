@@ -180,6 +180,10 @@ Result<TagMove> TagSleep::plan_sleep(std::vector<std::string> wanted, const std:
         fmt::format("{} bytes of host memory are needed, {} of the budget of {} are left", needed,
                     arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes), arena.budget_bytes);
   }
+  if (memory_.steps().saver().spills() && arena.budget_bytes != 0)
+    needed = std::min(needed, arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes));
+  needed -= std::min(needed, memory_.images().index().retained_bytes());
+  if (const Status can = memory_.arena().check_free(needed); !can) move.obstacle = can.error().to_string();
   if (!memory_.transfers().usable()) move.obstacle = memory_.transfers().usable().error().to_string();
   return move;
 }

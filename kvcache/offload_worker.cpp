@@ -185,8 +185,7 @@ Status OffloadWorker::run(const TransferPlan& plan) {
     }
     const bool loads = std::any_of(plan.jobs.begin(), plan.jobs.end(),
                                    [](const PlannedJob& job) { return job.kind == PlanKind::kGet; });
-    const Status read = loads ? transfers_.wait_for_device() : ok();
-    const Status written = ok();
+    const std::shared_ptr<EarlierWork> earlier = loads ? std::make_shared<EarlierWork>() : nullptr;
     auto next = noted.jobs.begin();
     last_plan_ = plan.number;
     take(noted);
@@ -194,7 +193,7 @@ Status OffloadWorker::run(const TransferPlan& plan) {
     size_t key = 0;
     for (const PlannedJob& planned : plan.jobs) {
       const size_t keys = planned.keyed() ? planned.count : 0;
-      begin(next++, std::span(plan.keys).subspan(key, keys), planned.kind == PlanKind::kGet ? read : written);
+      begin(next++, std::span(plan.keys).subspan(key, keys), earlier);
       key += keys;
     }
     return ok();
@@ -266,13 +265,13 @@ Job OffloadWorker::make_job(std::span<const BlockKey> keys, OffloadJob& running)
 }
 
 // Submit one job. An error here fails the job's blocks, which are reported like any others.
-void OffloadWorker::begin(RunningJob at, std::span<const BlockKey> keys, const Status& ordered) {
+void OffloadWorker::begin(RunningJob at, std::span<const BlockKey> keys, const std::shared_ptr<EarlierWork>& earlier) {
   OffloadJob& begun = **at;
   begun.refused = try_catch([&]() -> Status {
     if (begun.planned.kind == PlanKind::kSkip)
       return Error{.code = Code::kAborted, .what = "the load was cancelled", .next_step = "compute its tokens"};
-    TORPOR_RETURN_IF_ERROR(ordered);
     Job job = make_job(keys, begun);
+    if (begun.planned.kind == PlanKind::kGet) job.after = earlier;
     std::map<JobId, std::unique_ptr<OffloadJob>> made;
     const auto node = made.emplace(JobId::kNone, nullptr).first;
     TORPOR_ASSIGN_OR_RETURN(const JobId id, transfers_.submit(std::move(job)));

@@ -7,8 +7,8 @@
 // A job ends for each of its blocks separately (I5, I6). A copy that is not proven finished is reported as unproven,
 // and its memory is never used again (S3).
 //
-// Work that the engine gave the device before a plan may still read the blocks that the plan loads into, so the worker
-// waits for it (S11). Blocks are stored only after their step is over.
+// Work that the engine gave the device before a plan may still read or write the blocks that the plan loads into, so
+// the thread that copies waits for it (S11); run() does not. Blocks are stored only after their step is over.
 //
 // Threads: one at a time, the rank's own. Bytes move on the transfer engine's threads, which also remove segments'
 // files. `layout` and `transfers` outlive this object. Jobs run on after run() returned: call wait() before device
@@ -95,7 +95,7 @@ class OffloadWorker {
   Noted note(const TransferPlan& plan) const;
   void take(Noted& noted) noexcept;
   void drop(std::span<const Dropped> dropped, Noted& noted);
-  void begin(RunningJob job, std::span<const BlockKey> keys, const Status& ordered);
+  void begin(RunningJob job, std::span<const BlockKey> keys, const std::shared_ptr<EarlierWork>& earlier);
   Job make_job(std::span<const BlockKey> keys, OffloadJob& running);
   StoreSlot slot_to_read(StoreId store, Slot slot) const;
   StoreSlot slot_to_write(StoreId store, Slot slot);

@@ -144,7 +144,8 @@ bool BatchCopier::begin(const Job& job, std::span<ChunkTransfer> batch) {
   const Status prepared = try_catch([&]() -> Status {
     TORPOR_RETURN_IF_ERROR(usable());
     TORPOR_RETURN_IF_ERROR(staged);
-    return moves ? prepare(place) : ok();
+    if (moves) TORPOR_RETURN_IF_ERROR(prepare(place));
+    return job.after == nullptr || place.members.empty() ? ok() : job.after->wait_for(device_);
   });
   if (!prepared) {
     fail_all(batch, prepared.error());

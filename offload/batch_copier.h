@@ -41,7 +41,8 @@ class BatchCopier {
                                                      std::atomic<bool>& quarantined);
   ~BatchCopier();
 
-  // Begin a batch: read and check its bytes (kRestore, kMove), and give its copies to the device. Return false if there
+  // Begin a batch: read and check its bytes (kRestore, kMove), wait for Job::after, and give the copies to the device.
+  // Return false if there
   // is no staging memory while another batch is under way: call finish() and try again. Precondition: under_way() < 2.
   // `batch` stays valid until it is finished. Throws nothing.
   bool begin(const Job& job, std::span<ChunkTransfer> batch);

@@ -13,9 +13,12 @@
 namespace torpor {
 
 Status HostTier::prepare(uint64_t bytes, uint64_t chunks) {
-  const uint64_t least = codec_ == Codec::kNone ? bytes : bf16::least_compressed(bytes);
-  TORPOR_ASSIGN_OR_RETURN(ahead_, arena_.prefault_ahead(least + chunks * kPage));
+  TORPOR_ASSIGN_OR_RETURN(ahead_, arena_.prefault_ahead(least_bytes(codec_, bytes, chunks)));
   return ok();
+}
+
+uint64_t HostTier::least_bytes(Codec codec, uint64_t bytes, uint64_t chunks) {
+  return (codec == Codec::kNone ? bytes : bf16::least_compressed(bytes)) + chunks * kPage;
 }
 
 Result<std::span<std::byte>> HostTier::place(SavedChunk& chunk) {

@@ -31,6 +31,8 @@ class HostTier final : public RecordStore {
   // Prefault memory for the chunks; for packed chunks, as much as they need at least. If much is missing, a part of it
   // is ready on return.
   Status prepare(uint64_t bytes, uint64_t chunks) override;
+  // Return the bytes that such chunks need at least.
+  static uint64_t least_bytes(Codec codec, uint64_t bytes, uint64_t chunks);
   Result<std::span<std::byte>> place(SavedChunk& chunk) override;
   std::span<std::byte> view(const SavedChunk& chunk) override;  // empty for a packed chunk too
   void put(std::span<RecordPart> parts) override;

@@ -4,9 +4,11 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "allocator/device_memory.h"
+#include "base/mutex.h"
 #include "base/progress_file.h"
 #include "base/status.h"
 #include "offload/chunk.h"
@@ -26,6 +28,21 @@ enum class JobKind : uint8_t {
   kFind,     // moves nothing: looks up whether a shared store has the blocks; kNotFound if not
 };
 
+// Waits for all work that anyone gave the device before, once for all jobs that share it. Whoever needs it first waits,
+// later ones with it. Threads: any.
+class EarlierWork {
+ public:
+  Status wait_for(DeviceMemory& device) {
+    const MutexLock lock(mutex_);
+    if (!ended_) ended_ = device.synchronize();
+    return *ended_;
+  }
+
+ private:
+  Mutex mutex_;  // held while the first waits
+  std::optional<Status> ended_ TORPOR_GUARDED_BY(mutex_);
+};
+
 // One chunk of a job, and its result.
 struct ChunkTransfer {
   // Stays valid until the job has ended. For kMove only its size counts.
@@ -43,6 +60,9 @@ struct Job {
   RecordStore* store = nullptr;   // stays valid until the job has ended; null for kDigest
   RecordStore* source = nullptr;  // kMove only; stays valid as `store` does
   std::vector<ChunkTransfer> chunks;
+  // kRestore only: no byte goes to the device before what it had when the job was submitted is over. The thread that
+  // copies waits. If the wait fails, so do the chunks. Null: the caller ensures the order.
+  std::shared_ptr<EarlierWork> after{};
   TransferPriority priority = TransferPriority::kOffload;
   CopyBy copy_by = CopyBy::kEngines;  // kFastest: only while the engine computes nothing
   bool all_or_nothing = false;        // after a failed chunk, cancel the chunks that are not begun

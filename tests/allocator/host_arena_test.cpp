@@ -49,6 +49,53 @@ TEST(HostArena, HeldMemoryIsUsedAgain) {
   EXPECT_EQ(arena->info().held_bytes, 2 * kMiB);
 }
 
+TEST(HostArena, MemoryThatTheSystemDoesNotHaveIsNotTaken) {
+  std::optional<uint64_t> free = kGiB;
+  const auto arena = value_of(HostArena::create({.free_memory = [&] { return free; }}));
+  const auto expect_refused = [](const auto& result) {
+    EXPECT_FAILS(result, Code::kResourceExhausted, std::to_string(kGiB) + " are free");
+  };
+  expect_refused(arena->prefault(2 * kGiB));
+  expect_refused(arena->prefault_ahead(2 * kGiB));
+  expect_refused(arena->allocate(2 * kGiB));
+  expect_refused(arena->check_free(2 * kGiB));
+  expect_refused(arena->make_room(2 * kGiB));
+  EXPECT_EQ(arena->info().held_bytes, 0u);
+  free = 0;
+  arena->prefault_in_background(1);
+  EXPECT_FAILS(arena->wait_prefault(), Code::kResourceExhausted, "are free");
+}
+
+TEST(HostArena, OfLittleFreeMemoryItTakesWhatIsAskedFor) {
+  std::optional<uint64_t> free = 6 * kMiB;
+  const auto arena = value_of(
+      HostArena::create({.slab_bytes = 64 * kMiB, .piece_bytes = 2 * kMiB, .free_memory = [&] { return free; }}));
+  EXPECT_SUCCEEDS(arena->check_free(6 * kMiB));
+  const HostArena::Ahead ahead = value_of(arena->prefault_ahead(5 * kMiB));
+  EXPECT_EQ(arena->info().held_bytes, 5 * kMiB);  // at once, and no whole slab
+  free = 0;
+  EXPECT_SUCCEEDS(arena->check_free(5 * kMiB));  // it is held
+  EXPECT_FAILS(arena->check_free(5 * kMiB + 1), Code::kResourceExhausted, "4096 more wanted");
+  HostArena::Span span = value_of(arena->allocate(5 * kMiB));
+  EXPECT_FAILS(arena->allocate(1), Code::kResourceExhausted);
+  free = {};  // not known
+  EXPECT_SUCCEEDS(arena->allocate(1));
+}
+
+// What is given up counts as free, before anything is refused.
+TEST(HostArena, WithoutFreeMemoryOthersGiveUpTheirs) {
+  uint64_t free = 4 * kMiB;
+  const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB, .free_memory = [&] { return free; }}));
+  HostArena::Span cached = value_of(arena->allocate(4 * kMiB));
+  free = 0;
+  arena->ask_when_short([&](uint64_t) { return std::exchange(cached, {}).bytes().size(); });
+  EXPECT_FAILS(arena->check_free(4 * kMiB), Code::kResourceExhausted);
+  EXPECT_FALSE(cached.empty());
+  EXPECT_SUCCEEDS(arena->make_room(4 * kMiB));
+  EXPECT_TRUE(cached.empty());
+  EXPECT_SUCCEEDS(arena->allocate(4 * kMiB));
+}
+
 TEST(HostArena, TheBudgetIsNeverExceededAndTheErrorHasBothNumbers) {
   const auto arena = value_of(HostArena::create({.budget_bytes = 2 * kMiB, .slab_bytes = 2 * kMiB}));
   HostArena::Span first = value_of(arena->allocate(2 * kMiB));

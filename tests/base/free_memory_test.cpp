@@ -79,6 +79,37 @@ TEST_F(FreeMemory, OfTheFirstVersionToo) {
   EXPECT_EQ(free_memory(root()), 2 * kGiB);
 }
 
+TEST_F(FreeMemory, OfTheKernelOfAGroupTooWhatCanBeDropped) {
+  machine(64 * kGiB, 60 * kGiB);
+  write("/proc/self/cgroup", "0::/\n");
+  write("/sys/fs/cgroup/memory.max", std::to_string(4 * kGiB));
+  write("/sys/fs/cgroup/memory.current", std::to_string(3 * kGiB));
+  write("/sys/fs/cgroup/memory.stat", "slab_reclaimable " + std::to_string(kGiB) + "\nslab_unreclaimable 5\n");
+  EXPECT_EQ(free_memory(root()), 2 * kGiB);
+}
+
+TEST_F(FreeMemory, TheSystemEndsNoProcessWhileThereIsSwapSpace) {
+  EXPECT_EQ(memory_before_kill(root()), std::nullopt);
+  machine(64 * kGiB, 60 * kGiB);
+  EXPECT_EQ(memory_before_kill(root()), 60 * kGiB);
+  std::ofstream(root() + "/proc/meminfo", std::ios::app) << "SwapFree: " << 8 * kGiB / kKiB << " kB\n";
+  EXPECT_EQ(memory_before_kill(root()), 68 * kGiB);
+  write("/proc/self/cgroup", "0::/box\n");
+  const std::string box = "/sys/fs/cgroup/box";
+  write(box + "/memory.max", std::to_string(4 * kGiB));
+  write(box + "/memory.current", std::to_string(kGiB));
+  EXPECT_EQ(memory_before_kill(root()), 11 * kGiB);  // of the machine's
+  write(box + "/memory.swap.max", std::to_string(2 * kGiB));
+  write(box + "/memory.swap.current", std::to_string(kGiB));
+  EXPECT_EQ(memory_before_kill(root()), 4 * kGiB);
+  EXPECT_EQ(free_memory(root()), 3 * kGiB);
+}
+
+TEST_F(FreeMemory, OfAMachineThatDoesNotSayWhatIsAvailableNothingIsKnown) {
+  write("/proc/meminfo", "MemTotal: 1000 kB\nMemFree: 900 kB\n");
+  EXPECT_EQ(memory_before_kill(root()), std::nullopt);
+}
+
 TEST_F(FreeMemory, WhereNothingCanBeReadThereIsNone) {
   EXPECT_EQ(free_memory(root()), 0u);
   EXPECT_EQ(spare_memory(root()), 0u);

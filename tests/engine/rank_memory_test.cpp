@@ -214,6 +214,22 @@ TEST_F(FirstSleep, TakesWhatItSaysOrNothing) {
   EXPECT_EQ(held(*make({.arena_prefault_bytes = {}, .prefault_headroom = [] { return uint64_t{0}; }})), 0u);
 }
 
+TEST_F(FirstSleep, IsRefusedAndPlannedSoIfTheMachineHasNoMemory) {
+  uint64_t free = kSize;
+  const auto memory = make({.free_memory = [&] { return free; }});
+  TagSleep tags(*memory);
+  EXPECT_NE(value_of(tags.plan_sleep({}, {"weights"})).obstacle.find("are free on this machine"), std::string::npos);
+  EXPECT_FAILS(tags.sleep({}, {"weights"}), Code::kResourceExhausted, "are free on this machine");
+  EXPECT_EQ(held(*memory), 0u);
+  free = 3 * kSize;
+  EXPECT_EQ(value_of(tags.plan_sleep({}, {"weights"})).obstacle, "");
+  ASSERT_SUCCEEDS(tags.sleep({}, {"weights"}));
+  ASSERT_SUCCEEDS(tags.wake({}));
+  free = 0;  // all that the next sleep needs is held
+  EXPECT_EQ(value_of(tags.plan_sleep({}, {"weights"})).obstacle, "");
+  ASSERT_SUCCEEDS(tags.sleep({}, {"weights"}));
+}
+
 // As for an engine that captures CUDA graphs first.
 TEST_F(FirstSleep, WaitsWithItsHostMemoryUntilItIsToldToBegin) {
   for (const std::optional<uint64_t> prefault : {std::optional<uint64_t>(), std::optional(6 * kMiB)}) {

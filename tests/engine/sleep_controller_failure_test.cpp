@@ -322,6 +322,33 @@ TEST_F(SleepFailure, TheHostBudgetIsNotExceededAndTheEngineStaysAwake) {
   expect_untouched(slept);
 }
 
+TEST_F(SleepFailure, MemoryThatTheMachineDoesNotHaveIsNotTakenAndTheEngineStaysAwake) {
+  uint64_t free = 150'000;  // less than the weights
+  for (const Codec codec : {Codec::kNone, Codec::kBf16}) {
+    SleepingEngine slept = make({.free_memory = [&] { return free; }, .host_compression = codec});
+    begin(slept.engine);
+    EXPECT_FAILS(slept.controller.sleep(to_host()), Code::kResourceExhausted, "sleep to disk");
+    EXPECT_EQ(value_of(slept.controller.ledgers()).front().arena_held_bytes, 0u);
+    expect_untouched(slept);
+  }
+  SleepingEngine slept = make({.free_memory = [&] { return free; }});
+  begin(slept.engine);
+  EXPECT_FAILS(slept.controller.sleep(to_host()), Code::kResourceExhausted, "are free on this machine");
+  free = 2 * kMiB;
+  ASSERT_SUCCEEDS(slept.controller.sleep(to_host()));
+  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  expect_untouched(slept);
+}
+
+// No tag is copied in vain.
+TEST_F(SleepFailure, MemoryForAllTagsIsThereBeforeAnyIsCopied) {
+  SleepingEngine slept = make({.free_memory = [] { return kWeightBytes + 20'000; }});  // of each question
+  begin(slept.engine);
+  EXPECT_FAILS(slept.controller.sleep(to_host()), Code::kResourceExhausted, "are free on this machine");
+  EXPECT_EQ(value_of(slept.controller.ledgers()).front().arena_held_bytes, 0u);
+  expect_untouched(slept);
+}
+
 // Whatever is thrown is an error, and what was done until then is undone; tests/proof/engine_faults_test.cpp has all.
 TEST_F(SleepFailure, I7WhateverAHookThrowsIsAnErrorAndUndone) {
   for (const char* hook : {"unsupported", "quiesce", "capture", "rank save", "release_derived", "rank detach"}) {

@@ -2,7 +2,9 @@
 // Plans on ranks with real stores; every byte is compared.
 #include "kvcache/offload_worker.h"
 
+#include <atomic>
 #include <fstream>
+#include <future>
 
 #include "tests/kvcache/offload_rank.h"
 #include "tests/support/bf16_bytes.h"
@@ -213,18 +215,49 @@ TEST_P(OffloadWorkerTest, S11ALoadBeginsWhenWhatTheDeviceWasGivenBeforeIsOver) {
   EXPECT_TRUE(rank.has(5, 1));
 }
 
+// The engine gives the device its next step meanwhile.
+TEST_P(OffloadWorkerTest, S11WhoRunsAPlanDoesNotWaitForTheDevice) {
+  OffloadRank rank = make_rank({.host_slots = 16});
+  rank.worker().open_space(1, {});
+  for (const int32_t block : {0, 1, 5, 6}) rank.fill(block, static_cast<uint32_t>(block) + 1);
+  expect_good(rank.run(plan_of(1, PlanKind::kPut, StoreId::kHost, {0, 1}, {0, 1})), 1);
+  expect_good(rank.run(plan_of(2, PlanKind::kPut, StoreId::kDisk, {1}, {0})), 2);
+  std::promise<void> over;
+  std::atomic<int> waits = 0;
+  rank.device().on_synchronize([&, busy = over.get_future().share()] {
+    ++waits;
+    busy.wait();
+  });
+  TransferPlan plan = plan_of(3, PlanKind::kGet, StoreId::kHost, {0}, {5});
+  plan.add(4, PlanKind::kGet, StoreId::kDisk, TransferPriority::kLoad).count = 1;
+  plan.from.push_back(0);
+  plan.to.push_back(6);
+  plan.loading = {{.request = "a", .job = 3}, {.request = "a", .job = 4}};
+  std::future<Status> run = std::async(std::launch::async, [&] { return rank.worker().run(plan); });
+  const bool returned = run.wait_for(std::chrono::seconds(20)) == std::future_status::ready;
+  EXPECT_TRUE(returned);
+  EXPECT_FALSE(rank.worker().wait_for_report(std::chrono::milliseconds(50)));
+  EXPECT_TRUE(rank.has(5, 6) && rank.has(6, 7));  // no byte was loaded
+  over.set_value();
+  ASSERT_SUCCEEDS(run.get());
+  const std::string requests[] = {"a"};
+  ASSERT_SUCCEEDS(rank.worker().finish_loads(requests));
+  EXPECT_EQ(rank.worker().poll().jobs.size(), 2u);
+  EXPECT_TRUE(rank.has(5, 1) && rank.has(6, 2));
+  EXPECT_EQ(waits, 1);  // for both
+}
+
 TEST_P(OffloadWorkerTest, S11WhereThatCannotBeProvenNothingIsLoaded) {
   OffloadRank rank = make_rank();
   rank.fill(0, 1);
   rank.fill(5, 50);
   expect_good(rank.run(plan_of(1, PlanKind::kPut, StoreId::kHost, {0}, {0})), 1);
-  rank.device().fail_at(1);
+  rank.device().fail_synchronize(true);
   TransferPlan plan = plan_of(2, PlanKind::kGet, StoreId::kHost, {0}, {5});
   plan.add(3, PlanKind::kPut, StoreId::kHost, TransferPriority::kOffload).count = 1;
   plan.from.push_back(0);
   plan.to.push_back(1);
   const TransferReport report = rank.run(plan);
-  EXPECT_EQ(rank.device().calls(), 2u);  // that, and the copy of what is stored
   ASSERT_EQ(report.jobs.size(), 2u);
   for (const JobReport& job : report.jobs) EXPECT_EQ(job.count, job.id == 2 ? 1u : 0u) << job.cause;
   EXPECT_EQ(report.outcomes, std::vector{BlockOutcome::kFailed});

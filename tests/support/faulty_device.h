@@ -21,6 +21,7 @@ class FaultyDevice final : public DeviceMemory {
   void drain_as(Drain drain) { drain_ = drain; }
   // Called by each synchronize(), before it returns.
   void on_synchronize(std::function<void()> call) { on_synchronize_ = std::move(call); }
+  void fail_synchronize(bool fails) { synchronize_fails_ = fails; }
   // Called before each batch of copies begins.
   void on_copy(std::function<void()> call) { on_copy_ = std::move(call); }
   // Called after physical memory was created or released.
@@ -77,7 +78,7 @@ class FaultyDevice final : public DeviceMemory {
   }
   Status do_synchronize() override {
     if (on_synchronize_) on_synchronize_();
-    return fails() ? Status(injected()) : inner_->synchronize();
+    return synchronize_fails_ || fails() ? Status(injected()) : inner_->synchronize();
   }
   Result<StreamId> do_create_stream() override { return inner_->create_stream(); }
   Status do_destroy_stream(StreamId stream) override { return inner_->destroy_stream(stream); }
@@ -123,6 +124,7 @@ class FaultyDevice final : public DeviceMemory {
   std::atomic<int> spared_ = 0;
   std::atomic<uint64_t> fail_at_ = 0;
   std::atomic<bool> sticky_ = false;
+  std::atomic<bool> synchronize_fails_ = false;
   std::atomic<Drain> drain_ = Drain::kCompleted;
   std::atomic<CopyBy> copied_by_ = CopyBy::kFastest;
   std::function<void()> on_synchronize_;

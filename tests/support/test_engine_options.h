@@ -2,6 +2,7 @@
 // TestEngineOptions: the size and the settings of a TestEngine.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -30,6 +31,7 @@ struct TestEngineOptions {
   bool defer_copies = false;
   uint64_t arena_budget_bytes = 0;
   uint64_t arena_slab_bytes = 1ull << 20;
+  std::function<std::optional<uint64_t>()> free_memory{};  // as in RankMemoryOptions
   uint64_t device_capacity_bytes = 0;
   uint64_t handle_bytes = 64ull << 20;
   std::optional<uint64_t> retain_kv_bytes;

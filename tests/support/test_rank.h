@@ -47,6 +47,7 @@ inline TestRank make_rank(const TestEngineOptions& options, int rank, FileSystem
                                             {.rank = rank,
                                              .arena_budget_bytes = options.arena_budget_bytes,
                                              .arena_slab_bytes = options.arena_slab_bytes,
+                                             .free_memory = options.free_memory,
                                              .handle_bytes = options.handle_bytes,
                                              .threads = 2,
                                              .own_threads = options.own_threads,
