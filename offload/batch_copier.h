@@ -42,9 +42,8 @@ class BatchCopier {
   ~BatchCopier();
 
   // Begin a batch: read and check its bytes (kRestore, kMove), wait for Job::after, and give the copies to the device.
-  // Return false if there
-  // is no staging memory while another batch is under way: call finish() and try again. Precondition: under_way() < 2.
-  // `batch` stays valid until it is finished. Throws nothing.
+  // Return false if there is no staging memory while another batch is under way: call finish() and try again.
+  // Precondition: under_way() < 2. `batch` stays valid until it is finished. Throws nothing.
   bool begin(const Job& job, std::span<ChunkTransfer> batch);
   // Wait for the oldest batch, put its bytes into the store (kSave, kMove), and set outcome and status of its chunks.
   // Return how its copies ended. Precondition: under_way() > 0. Throws nothing.
