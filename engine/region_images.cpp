@@ -176,12 +176,19 @@ void RegionImages::on_detached(const std::vector<std::string>& tags, std::set<st
   }
 }
 
+std::vector<std::string> RegionImages::here(const std::vector<std::string>& tags) const {
+  const std::map<std::string, RegionState> states = parts_.allocator.states();
+  std::vector<std::string> found = tags;
+  std::erase_if(found, [&](const std::string& tag) { return !states.contains(tag); });
+  return found;
+}
+
 std::vector<std::string> RegionImages::asleep_of(const std::vector<std::string>& tags) const {
   const std::map<std::string, RegionState> states = parts_.allocator.states();
   std::vector<std::string> asleep = tags;
   std::erase_if(asleep, [&](const std::string& tag) {
     const auto state = states.find(tag);
-    return away_.contains(tag) && (state == states.end() || state->second == RegionState::kAttached);
+    return state == states.end() || (away_.contains(tag) && state->second == RegionState::kAttached);
   });
   return asleep;
 }
