@@ -126,6 +126,9 @@ Status SleepOperation::prepare_swap_out() {
   TORPOR_RETURN_IF_ERROR(take_steps(kQuiesce, kCapture));
   TORPOR_RETURN_IF_ERROR(not_cancelled());
   TORPOR_RETURN_IF_ERROR(take(steps_[kDropDerived]));  // before its phase, as the save releases memory
+  // The engine may have freed some of its memory: what is left is promised to the other engine.
+  TORPOR_ASSIGN_OR_RETURN(described_, engine_.ranks.call(orders::Describe{}));
+  engine_.state.set_tags(described_);
   return ok();
 }
 

@@ -152,6 +152,22 @@ TEST_F(TagThatGoes, DuringASwapIsLeftOut) {
   }
 }
 
+TEST_F(TagThatGoes, WhatReleaseDerivedFreesIsNotPromisedToTheOtherEngine) {
+  SleepingEngine from = make(of_ranks(1));
+  SleepingEngine to = make(of_ranks(1));
+  begin(from.engine);
+  begin(to.engine);
+  (void)value_of(to.engine.memory(0).allocate("extra", "more", 2 * kMiB));
+  ASSERT_SUCCEEDS(to.controller.sleep(to_host()));
+  (void)value_of(from.engine.memory(0).allocate("extra", "stays", 64 * kKiB));
+  const DeviceAddress unused = value_of(from.engine.memory(0).allocate("extra", "goes", 4 * kMiB));
+  from.engine.before_hook = [&](const std::string& hook) {
+    if (hook == "release_derived") EXPECT_EQ(value_of(from.engine.memory(0).trim(unused)), 4 * kMiB);
+  };
+  ASSERT_SUCCEEDS(SleepController::swap(from.controller, to.controller, {}));
+  EXPECT_EQ(finish(to.engine), uninterrupted(of_ranks(1)));
+}
+
 // The requests would lose their KV unnoticed.
 TEST_F(TagThatGoes, IsMissedIfItWasTheKvCache) {
   SleepingEngine slept = make(of_ranks(2));
