@@ -78,6 +78,22 @@ TEST_F(Spill, WhatFitsStaysInHostMemoryAndTheRestGoesToDiskAndComesBack) {
   EXPECT_TRUE(both);
 }
 
+TEST_F(Spill, OnlyFilesThatTorporLeftAreRemoved) {
+  const std::string id(2 * sizeof(SealId), 'a');
+  const std::vector<std::string> foreign = {"spill-notes.txt", "spill-r0",        "spill-r0-" + id + "a",
+                                            "spill-r-" + id,   "spill-r0x-" + id, "spill-" + id};
+  value_of(linux_file_system().open_directory(spill_dir(), /*create=*/true));
+  for (const std::string& name : foreign) std::ofstream(spill_dir() + "/" + name) << "mine";
+  boost::filesystem::create_directory(spill_dir() + "/spill-old");
+  boost::filesystem::create_directory(spill_dir() + "/spill-r1-" + id);
+  std::ofstream(spill_dir() + "/spill-r0-" + id) << "left";
+  SleepingEngine slept = make(options(kTight));
+  begin(slept.engine);
+  EXPECT_GT(value_of(slept.controller.sleep(to_host())).disk_bytes, 0u);
+  for (const std::string& name : foreign) EXPECT_TRUE(boost::filesystem::exists(spill_dir() + "/" + name)) << name;
+  EXPECT_EQ(files_left(), foreign.size() + 2);
+}
+
 TEST_F(Spill, WithoutADirectoryASleepThatDoesNotFitFails) {
   TestEngineOptions without = options(kTight);
   without.spill_dir.clear();
