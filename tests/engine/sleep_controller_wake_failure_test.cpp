@@ -287,6 +287,15 @@ TEST_F(SleepFailure, NothingThatFailsAfterTheEngineRunsAgainLeavesItRecordedAsAs
   expect_untouched(slept);
 }
 
+TEST_F(SleepFailure, ACheckpointIsMarkedAsWokenWhileAnotherProcessHoldsItsDirectory) {
+  const std::string path = written_checkpoint();
+  const auto directory = value_of(linux_file_system().open_directory(temporary_.path(), false));
+  SleepingEngine woken = make();
+  const auto lock = value_of(directory->lock("LOCK"));
+  ASSERT_SUCCEEDS(woken.controller.wake_up({.from_checkpoint = path}));
+  EXPECT_TRUE(std::ifstream(path + "/WOKEN").good());
+}
+
 // What is on hold has not gone on: a crash now must find the checkpoint as it was.
 TEST_F(SleepFailure, ACheckpointIsMarkedAsWokenFromOnlyWhenItsEngineRuns) {
   const std::string path = written_checkpoint();
