@@ -180,7 +180,7 @@ Result<orders::Restore::Reply> RankSteps::carry_out(const orders::Restore& order
   TORPOR_RETURN_IF_ERROR(restorer_.nothing_deferred());
   const Watched watched(parts_.blocking_transfers, order.progress);
   images_.forget_blocks();
-  TORPOR_ASSIGN_OR_RETURN(orders::Restore::Reply reply, restorer_.load_blocks(order));
+  Result<orders::Restore::Reply> reply = try_catch([&] { return restorer_.load_blocks(order); });
   give_back_unused();
   return reply;
 }
