@@ -43,7 +43,7 @@ Result<std::unique_ptr<RecordStore>> make_spill_file(FileSystem& file_system, co
                           file_system.open_directory(directory, /*create=*/true));
   TORPOR_RETURN_IF_ERROR(remove_left(*opened));
   const SealId id = random_seal_id();
-  ChunkFileOptions options{.rank = rank};
+  ChunkFileOptions options{.rank = rank, .durable = false};  // it ends with this process
   if (key != nullptr)
     options.seal = std::make_shared<Seal>(*key, id, encrypt ? Protection::kEncrypted : Protection::kAuthenticated);
   const std::string name = name_of(rank, id);

@@ -7,6 +7,7 @@
 
 #include "allocator/host_device.h"
 #include "base/units.h"
+#include "base/watched_file_system.h"
 #include "engine/tag_sleep.h"
 #include "tests/engine/sleep_failure.h"
 #include "tests/support/rank_call.h"
@@ -92,6 +93,29 @@ TEST_F(Spill, OnlyFilesThatTorporLeftAreRemoved) {
   EXPECT_GT(value_of(slept.controller.sleep(to_host())).disk_bytes, 0u);
   for (const std::string& name : foreign) EXPECT_TRUE(boost::filesystem::exists(spill_dir() + "/" + name)) << name;
   EXPECT_EQ(files_left(), foreign.size() + 2);
+}
+
+// The file ends with this process.
+TEST_F(Spill, NothingIsSynced) {
+  int syncs = 0;
+  bool direct = false;
+  const std::unique_ptr<FileSystem> watched = make_watched_file_system(
+      linux_file_system(),
+      [&](const char* call, const std::string&) { return syncs += call == std::string("sync"), ok(); });
+  {
+    const auto directory = value_of(watched->open_directory(spill_dir(), /*create=*/true));
+    direct = value_of(directory->create_file("some", FileIo::kFastest))->io().ends_with("direct");
+  }
+  SleepingEngine slept(*watched, temporary_.path(), options(kTight));
+  begin(slept.engine);
+  EXPECT_GT(value_of(slept.controller.sleep(to_host())).disk_bytes, 0u);
+  if (direct) {
+    EXPECT_EQ(syncs, 0);
+  } else {
+    EXPECT_GT(syncs, 0);  // the only call that reports a write that was lost
+  }
+  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  EXPECT_EQ(finish(slept.engine), uninterrupted(options(kTight)));
 }
 
 TEST_F(Spill, WithoutADirectoryASleepThatDoesNotFitFails) {
