@@ -93,6 +93,12 @@ Result<orders::DigestTags::Reply> RegionImages::digest(const orders::DigestTags&
       reply.digests[tag] = combined_digest(image->chunks);
       continue;
     }
+    if (state != states.end() &&
+        (state->second == RegionState::kDetached || state->second == RegionState::kAttaching)) {
+      return Error{.code = Code::kFailedPrecondition,
+                   .what = fmt::format("the content of {} is neither on the device nor saved", tag),
+                   .next_step = fmt::format("wake the {} first", tag)};
+    }
     if (std::optional<std::string> known = order.as_proven ? proven(tag) : std::nullopt; known) {
       reply.digests[tag] = std::move(*known);
       continue;
