@@ -22,11 +22,6 @@ class TagOfOneRank : public SleepFailure, public ::testing::WithParamInterface<i
   static constexpr const char* kTag = "extra";
   static constexpr uint64_t kBytes = 64 * kKiB;
 
-  SleepingEngine begun() {
-    SleepingEngine slept = make(of_ranks(2));
-    begin(slept.engine);
-    return slept;
-  }
   static RankMemory& memory(SleepingEngine& slept) { return slept.engine.memory(GetParam()); }
   static std::byte* add_tag(SleepingEngine& slept, const char* tag = kTag) {
     const DeviceAddress address = value_of(memory(slept).allocate(tag, "only", kBytes));
@@ -44,7 +39,8 @@ class TagOfOneRank : public SleepFailure, public ::testing::WithParamInterface<i
 };
 
 TEST_P(TagOfOneRank, SleepsAndWakesWithTheOthers) {
-  SleepingEngine slept = begun();
+  SleepingEngine slept = make(of_ranks(2));
+  begin(slept.engine);
   const std::byte* const content = add_tag(slept);
   add_tag(slept, kWorkspaceTag);
   ASSERT_SUCCEEDS(slept.controller.sleep(to_host()));
@@ -55,7 +51,8 @@ TEST_P(TagOfOneRank, SleepsAndWakesWithTheOthers) {
 }
 
 TEST_P(TagOfOneRank, MayBeNamed) {
-  SleepingEngine slept = begun();
+  SleepingEngine slept = make(of_ranks(2));
+  begin(slept.engine);
   const std::byte* const content = add_tag(slept);
   const SleepOptions only{.preserve_state = true, .tags = {kTag}};
   EXPECT_EQ(value_of(slept.controller.plan_sleep(only)).free_bytes.at(kTag), kBytes);
@@ -66,7 +63,8 @@ TEST_P(TagOfOneRank, MayBeNamed) {
 }
 
 TEST_P(TagOfOneRank, IsInACheckpoint) {
-  SleepingEngine slept = begun();
+  SleepingEngine slept = make(of_ranks(2));
+  begin(slept.engine);
   add_tag(slept);
   ASSERT_SUCCEEDS(slept.controller.checkpoint(Value{}));
   const SleepReport report = value_of(slept.controller.sleep(to_disk()));
@@ -78,8 +76,10 @@ TEST_P(TagOfOneRank, IsInACheckpoint) {
 }
 
 TEST_P(TagOfOneRank, IsSwapped) {
-  SleepingEngine from = begun();
-  SleepingEngine to = begun();
+  SleepingEngine from = make(of_ranks(2));
+  begin(from.engine);
+  SleepingEngine to = make(of_ranks(2));
+  begin(to.engine);
   const std::byte* const content = add_tag(from);
   add_tag(to);
   ASSERT_SUCCEEDS(to.controller.sleep(to_host()));
@@ -125,7 +125,8 @@ TEST_F(TagThatGoes, DuringASleepIsLeftOut) {
     RankMemory& memory = slept.engine.memory(0);
     const DeviceAddress address = value_of(memory.allocate(at.tag, "only", 64 * kKiB));
     slept.engine.before_hook = [&](const std::string& hook) {
-      if (hook == at.hook && memory.allocator().region_at(address)) ASSERT_SUCCEEDS(memory.free(address));
+      if (hook != at.hook || !memory.allocator().region_at(address)) return;
+      ASSERT_SUCCEEDS(memory.free(address));
     };
     ASSERT_SUCCEEDS(slept.controller.sleep(to_host()));
     EXPECT_EQ(slept.engine.device().info().physical_bytes, 0u);
@@ -145,7 +146,8 @@ TEST_F(TagThatGoes, DuringASwapIsLeftOut) {
     RankMemory& memory = from.engine.memory(0);
     const DeviceAddress address = value_of(memory.allocate(tag, "only", kMiB));
     from.engine.before_hook = [&](const std::string& hook) {
-      if (hook == "release_derived" && memory.allocator().region_at(address)) ASSERT_SUCCEEDS(memory.free(address));
+      if (hook != "release_derived" || !memory.allocator().region_at(address)) return;
+      ASSERT_SUCCEEDS(memory.free(address));
     };
     ASSERT_SUCCEEDS(SleepController::swap(from.controller, to.controller, {}));
     EXPECT_EQ(finish(to.engine), uninterrupted(of_ranks(1)));
@@ -162,7 +164,8 @@ TEST_F(TagThatGoes, WhatReleaseDerivedFreesIsNotPromisedToTheOtherEngine) {
   (void)value_of(from.engine.memory(0).allocate("extra", "stays", 64 * kKiB));
   const DeviceAddress unused = value_of(from.engine.memory(0).allocate("extra", "goes", 4 * kMiB));
   from.engine.before_hook = [&](const std::string& hook) {
-    if (hook == "release_derived") EXPECT_EQ(value_of(from.engine.memory(0).trim(unused)), 4 * kMiB);
+    if (hook != "release_derived") return;
+    EXPECT_EQ(value_of(from.engine.memory(0).trim(unused)), 4 * kMiB);
   };
   ASSERT_SUCCEEDS(SleepController::swap(from.controller, to.controller, {}));
   EXPECT_EQ(finish(to.engine), uninterrupted(of_ranks(1)));
