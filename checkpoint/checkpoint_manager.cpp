@@ -2,6 +2,7 @@
 #include "checkpoint/checkpoint_manager.h"
 
 #include <algorithm>
+#include <cerrno>
 
 #include <fmt/core.h>
 
@@ -17,6 +18,16 @@ Result<Metadata> metadata_of(const Directory& store, const std::string& name, st
   TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<Directory> directory, store.open_directory(name));
   TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint, open_checkpoint_directory(std::move(directory), std::move(key)));
   return checkpoint.read_metadata();
+}
+
+// Whoever removes the checkpoint at the same time removes the mark with it, or leaves both to the next collect().
+Status mark_woken(Directory& checkpoint) {
+  if (checkpoint.open_file(kWokenFile)) return ok();
+  const Result<std::unique_ptr<File>> mark = checkpoint.create_file(kWokenFile);
+  if (!mark && mark.error().native == EEXIST) return ok();  // without the lock another process may have made it
+  if (!mark) return mark.error();
+  TORPOR_RETURN_IF_ERROR((*mark)->sync());
+  return checkpoint.sync();
 }
 
 }  // namespace
@@ -129,17 +140,26 @@ Status CheckpointManager::remove(uint64_t generation, bool dry_run) {
 
 Status CheckpointManager::woken_from(uint64_t generation) {
   return try_catch([&]() -> Status {
-    TORPOR_ASSIGN_OR_RETURN(const Impl::Opened locked, impl_->locked(false));
-    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> directory,
-                            locked.store->open_directory(generation_name(generation)));
-    if (!directory->open_file(kWokenFile)) {
-      TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> mark, directory->create_file(kWokenFile));
-      TORPOR_RETURN_IF_ERROR(mark->sync());
-      TORPOR_RETURN_IF_ERROR(directory->sync());
-    }
-    TORPOR_ASSIGN_OR_RETURN(const OpenedManifest opened, read_manifest(*directory, impl_->options.key.get()));
-    TORPOR_RETURN_IF_ERROR(impl_->retire(*locked.store, false, opened.manifest.owner));
-    return ok();
+    // Another process may hold the lock for long, and a wake is marked only once: the mark is made even without it.
+    Result<Impl::Opened> locked = impl_->locked(false);
+    std::unique_ptr<Directory> checkpoint;
+    const Status marked = try_catch([&]() -> Status {
+      Impl::Opened reading;
+      if (!locked) {
+        TORPOR_ASSIGN_OR_RETURN(reading, impl_->for_reading());
+      }
+      const Directory& store = locked ? *locked->store : *reading.store;
+      TORPOR_ASSIGN_OR_RETURN(checkpoint, store.open_directory(generation_name(generation)));
+      return mark_woken(*checkpoint);
+    });
+    if (!marked) return marked.error().within(fmt::format("{} was not marked as woken", generation_name(generation)));
+    const Status retired = try_catch([&]() -> Status {
+      if (!locked) return locked.error();
+      TORPOR_ASSIGN_OR_RETURN(const OpenedManifest opened, read_manifest(*checkpoint, impl_->options.key.get()));
+      TORPOR_RETURN_IF_ERROR(impl_->retire(*locked->store, false, opened.manifest.owner));
+      return ok();
+    });
+    return retired ? ok() : Status(retired.error().within("older checkpoints were not removed"));
   });
 }
 

@@ -114,7 +114,9 @@ class CheckpointManager {
   RankWriting next_writing() const;
   // Remove one checkpoint. kNotFound. `dry_run`: only check whether it exists.
   Status remove(uint64_t generation, bool dry_run = false);
-  // Mark `generation` as woken from, then retire older checkpoints of its owner.
+  // Mark `generation` as woken from, then retire older checkpoints of its owner. kUnavailable: another process holds
+  // the lock; the mark is there, and nothing was retired. Errors say whether the mark is missing or older ones were
+  // kept.
   Status woken_from(uint64_t generation);
   // Remove leftovers and the checkpoints of each owner that the retention no longer keeps. Return their names.
   // `dry_run`: only return the names; write nothing, not even the lock.

@@ -180,11 +180,6 @@ std::string DeferredCopies::why() const {
   return why_;
 }
 
-bool DeferredCopies::finished() const {
-  const MutexLock lock(mutex_);
-  return ended_.size() == total_;
-}
-
 void DeferredCopies::cancel() noexcept {
   const MutexLock lock(mutex_);
   cancelled_ = true;

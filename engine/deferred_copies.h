@@ -62,7 +62,6 @@ class DeferredCopies {
   std::vector<DeferredArrival> from(size_t seen) const;
   std::string why() const;  // why the first lost block was lost; empty: none was
   size_t total() const { return total_; }
-  bool finished() const;
   void cancel() noexcept;  // blocks whose copy has not begun are lost
 
  private:

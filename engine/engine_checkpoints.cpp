@@ -51,7 +51,7 @@ void EngineCheckpoints::mark_woken(const Generation& from) noexcept {
   if (!marked) marked = try_catch(mark);
   if (marked) return;
   (void)try_catch([&]() -> Status {
-    log().warn("older checkpoints were not removed: {}", marked.error());
+    log().warn("after a wake from {}/{}: {}", from.directory, generation_name(from.number), marked.error());
     return ok();
   });
 }

@@ -39,8 +39,7 @@ class EngineCheckpoints {
   // Commit a checkpoint, and write its path and size into the report. After an error it may be committed all the same.
   // Threads: any.
   Status commit(PendingCheckpoint& checkpoint, SleepReport& report) const;
-  // Mark the checkpoint from which the running engine was woken, so that others of its owner can be deleted. A failure
-  // is logged.
+  // Mark the checkpoint from which the running engine was woken, and delete others of its owner. A failure is logged.
   void mark_woken(const Generation& from) noexcept;
 
   // Return kFailedPrecondition, with the rank and its host, unless all ranks see this directory.

@@ -12,7 +12,7 @@ namespace torpor {
 Result<Fingerprint> fingerprint_of(const EngineParts& engine, const Described& described, WeightsDigest weights) {
   TORPOR_ASSIGN_OR_RETURN(Fingerprint fields, engine.hooks.fingerprint());
   fields["ranks"] = std::to_string(described.size());
-  if (weights != WeightsDigest::kNone && described.front().ledger.tags.contains(kWeightsTag)) {
+  if (weights != WeightsDigest::kNone && is_tag(described, kWeightsTag)) {
     const bool as_proven = weights == WeightsDigest::kReadOrProven;
     TORPOR_ASSIGN_OR_RETURN(const bool named, add_named_weights(engine, fields, as_proven));
     if (named) return fields;

@@ -2,6 +2,7 @@
 #include "engine/rank_group.h"
 
 #include <algorithm>
+#include <set>
 
 #include <fmt/core.h>
 
@@ -25,6 +26,11 @@ Result<std::vector<Bytes>> RankGroup::send_bytes(const Bytes& order) {
                  .next_step = "free some and try again"};
   }
   return answers;
+}
+
+bool is_tag(const Described& described, const std::string& tag) {
+  return std::any_of(described.begin(), described.end(),
+                     [&](const orders::Describe::Reply& reply) { return reply.ledger.tags.contains(tag); });
 }
 
 uint64_t tag_bytes(const Described& described, const std::string& tag, uint64_t RankLedger::Tag::*field) {
@@ -53,15 +59,17 @@ int32_t num_blocks(const Described& described) {
 }
 
 Result<std::vector<std::string>> select_tags(const std::vector<std::string>& wanted, const Described& described) {
-  const std::map<std::string, RankLedger::Tag>& tags = described.front().ledger.tags;
+  std::set<std::string> tags;
+  for (const orders::Describe::Reply& reply : described) {
+    for (const auto& [tag, entry] : reply.ledger.tags) tags.insert(tag);
+  }
   std::vector<std::string> selected;
-  for (const auto& [tag, entry] : tags) {
+  for (const std::string& tag : tags) {
     if (wanted.empty() || has_tag(wanted, tag)) selected.push_back(tag);
   }
   for (const std::string& tag : wanted) {
     if (has_tag(selected, tag)) continue;
-    std::vector<std::string> known;
-    for (const auto& [name, entry] : tags) known.push_back(name);
+    const std::vector<std::string> known(tags.begin(), tags.end());
     return Error{.code = Code::kInvalidArgument,
                  .what = fmt::format("there is no tag \"{}\"", tag),
                  .next_step = fmt::format("use some of: {}", joined(known, ", "))};
@@ -71,7 +79,7 @@ Result<std::vector<std::string>> select_tags(const std::vector<std::string>& wan
 }
 
 Status has_kv(const std::vector<std::string>& tags, const Described& described) {
-  if (has_tag(tags, kKvCacheTag) || !described.front().ledger.tags.contains(kKvCacheTag)) return ok();
+  if (has_tag(tags, kKvCacheTag) || !is_tag(described, kKvCacheTag)) return ok();
   return Error{.code = Code::kInvalidArgument,
                .what = "a checkpoint of running requests needs their KV",
                .next_step = "add \"kv_cache\" to tags"};

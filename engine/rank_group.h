@@ -89,6 +89,8 @@ std::vector<int32_t> deferred_blocks_of(const SchedulerCheckpoint& state, const 
 void name_blocks(orders::Save& save, const SchedulerCheckpoint& state, const std::vector<int32_t>& kept);
 
 using Described = std::vector<orders::Describe::Reply>;  // by rank
+// Return whether any rank has the tag.
+bool is_tag(const Described& described, const std::string& tag);
 // Return the sum over all ranks of one field of a tag's ledger.
 uint64_t tag_bytes(const Described& described, const std::string& tag, uint64_t RankLedger::Tag::*field);
 // The bytes of one KV block. They differ by rank if stages of a pipeline have different layers.
@@ -99,8 +101,8 @@ struct BlockBytes {
 BlockBytes block_bytes(const Described& described);
 // Return the number of KV blocks that all ranks have; 0: there is no KV cache.
 int32_t num_blocks(const Described& described);
-// Return the tags of these names in the order in which they wake; all tags if `wanted` is empty. kInvalidArgument names
-// a tag that does not exist.
+// Return the tags of these names in the order in which they wake; all tags of all ranks if `wanted` is empty.
+// kInvalidArgument names a tag that no rank has.
 Result<std::vector<std::string>> select_tags(const std::vector<std::string>& wanted, const Described& described);
 // Return kInvalidArgument unless the tag of the KV cache is among these, the tags of a checkpoint. An engine whose
 // model has no KV cache says itself whether it makes checkpoints (EngineHooks::unsupported).

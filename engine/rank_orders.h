@@ -50,8 +50,9 @@ struct RankLedger {
 };
 
 // Each order is all or nothing on its rank, but for these: a Restore, and a Save into a SwapChannel, that fail are
-// undone by Undo; a Detach whose memory the device does not release leaves it lost. `kName` is for logs.
-// RankSteps::carry_out() does the work.
+// undone by Undo; a Detach whose memory the device does not release leaves it lost. A rank carries an order out on
+// those of its tags that the rank has: other ranks may have other tags. `kName` is for logs. RankSteps::carry_out()
+// does the work.
 namespace orders {
 
 struct Describe {

@@ -6,6 +6,7 @@
 #include <fmt/core.h>
 
 #include "engine/block_copies.h"
+#include "engine/combined_digest.h"
 #include "engine/tags.h"
 
 namespace torpor {
@@ -56,8 +57,20 @@ Result<orders::Save::Reply> RankSteps::carry_out(const orders::Save& order) {
   return orders::Save::Reply{};
 }
 
-Result<orders::Save::Reply> RankSteps::save_all(const orders::Save& order) {
+// Leave out the tags that this rank does not have. A KV cache that went stays, and makes the save fail: without it the
+// blocks of the order would be lost unnoticed.
+Result<orders::Save::Reply> RankSteps::save_all(const orders::Save& asked) {
   TORPOR_RETURN_IF_ERROR(restorer_.nothing_deferred());
+  orders::Save order = asked;
+  const std::vector<std::string> here = images_.here(asked.tags);
+  std::erase_if(order.tags, [&](const std::string& tag) { return !has_tag(here, tag) && !images_.is_kv(tag); });
+  TORPOR_ASSIGN_OR_RETURN(orders::Save::Reply saved, save_tags(order));
+  // As DigestTags says of such a rank.
+  if (has_tag(asked.tags, kWeightsTag) && !has_tag(here, kWeightsTag)) saved.digests[kWeightsTag] = combined_digest({});
+  return saved;
+}
+
+Result<orders::Save::Reply> RankSteps::save_tags(const orders::Save& order) {
   if (prefault_ != nullptr) prefault_->end();
   const Watched watched(parts_.blocking_transfers, order.progress);
   if (!order.channel.empty()) return save_giving(order);
@@ -75,7 +88,7 @@ Result<orders::Save::Reply> RankSteps::save_all(const orders::Save& order) {
 Result<orders::Save::Reply> RankSteps::save_giving(const orders::Save& order) {
   TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<SwapChannel> channel, SwapChannel::open(order.channel));
   TORPOR_RETURN_IF_ERROR(nothing_moves());
-  TORPOR_RETURN_IF_ERROR(parts_.allocator.begin_save(order.tags));
+  if (!order.tags.empty()) TORPOR_RETURN_IF_ERROR(parts_.allocator.begin_save(order.tags));
   return try_catch([&] { return saver_.save_giving(order, *channel); });
 }
 
@@ -102,7 +115,7 @@ Result<orders::Undo::Reply> RankSteps::carry_out(const orders::Undo& order) {
   switch (order.what) {
     case What::kGiving: TORPOR_RETURN_IF_ERROR(saver_.take_back(order.tags)); return orders::Undo::Reply{};
     case What::kSave:
-      if (!order.tags.empty()) TORPOR_RETURN_IF_ERROR(parts_.allocator.cancel_save(order.tags));
+      TORPOR_RETURN_IF_ERROR(cancel_save(order.tags));
       images_.forget_saved(order.tags);
       break;
     case What::kRestore:
@@ -119,6 +132,15 @@ Result<orders::Undo::Reply> RankSteps::carry_out(const orders::Undo& order) {
   return orders::Undo::Reply{};
 }
 
+// It allocates only if this rank does not have all tags: a save that failed for lack of memory can be undone.
+Status RankSteps::cancel_save(const std::vector<std::string>& tags) {
+  if (tags.empty()) return ok();  // the allocator would take all
+  const Status cancelled = parts_.allocator.cancel_save(tags);
+  if (cancelled || cancelled.error().code != Code::kNotFound) return cancelled;
+  const std::vector<std::string> here = images_.here(tags);
+  return here.empty() ? ok() : parts_.allocator.cancel_save(here);
+}
+
 // Called before memory is released.
 Status RankSteps::nothing_moves() {
   TORPOR_RETURN_IF_ERROR(restorer_.nothing_deferred());
@@ -130,20 +152,22 @@ Status RankSteps::nothing_moves() {
 Result<orders::Detach::Reply> RankSteps::carry_out(const orders::Detach& order) {
   TORPOR_RETURN_IF_ERROR(nothing_moves());
   orders::Detach::Reply reply;
+  const std::vector<std::string> tags = images_.here(order.tags);
   for (const RegionInfo& region : parts_.allocator.regions()) {
-    if (has_tag(order.tags, region.tag)) reply.bytes += region.reserved_bytes;
+    if (has_tag(tags, region.tag)) reply.bytes += region.reserved_bytes;
   }
-  std::set<std::string, std::less<>> away(order.tags.begin(), order.tags.end());
-  if (Status detached = parts_.allocator.detach(order.tags); !detached) {
+  std::set<std::string, std::less<>> away(tags.begin(), tags.end());
+  const bool any = !tags.empty();  // with no tag named the allocator would take all
+  if (Status detached = any ? parts_.allocator.detach(tags) : ok(); !detached) {
     // The device may have kept memory of one tag, which is broken then, and have released that of others.
     std::vector<std::string> gone;
     for (const auto& [tag, state] : parts_.allocator.states()) {
-      if (state == RegionState::kDetached && has_tag(order.tags, tag)) gone.push_back(tag);
+      if (state == RegionState::kDetached && has_tag(tags, tag)) gone.push_back(tag);
     }
     images_.on_detached(gone, {gone.begin(), gone.end()});
     return std::move(detached).error();
   }
-  images_.on_detached(order.tags, std::move(away));
+  images_.on_detached(tags, std::move(away));
   saver_.on_detached();
   request_images_.on_detached();
   give_back_unused();
@@ -156,7 +180,7 @@ Result<orders::Restore::Reply> RankSteps::carry_out(const orders::Restore& order
   TORPOR_RETURN_IF_ERROR(restorer_.nothing_deferred());
   const Watched watched(parts_.blocking_transfers, order.progress);
   images_.forget_blocks();
-  TORPOR_ASSIGN_OR_RETURN(orders::Restore::Reply reply, restorer_.load_blocks(order));
+  Result<orders::Restore::Reply> reply = try_catch([&] { return restorer_.load_blocks(order); });
   give_back_unused();
   return reply;
 }

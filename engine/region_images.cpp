@@ -93,6 +93,12 @@ Result<orders::DigestTags::Reply> RegionImages::digest(const orders::DigestTags&
       reply.digests[tag] = combined_digest(image->chunks);
       continue;
     }
+    if (state != states.end() &&
+        (state->second == RegionState::kDetached || state->second == RegionState::kAttaching)) {
+      return Error{.code = Code::kFailedPrecondition,
+                   .what = fmt::format("the content of {} is neither on the device nor saved", tag),
+                   .next_step = fmt::format("wake the {} first", tag)};
+    }
     if (std::optional<std::string> known = order.as_proven ? proven(tag) : std::nullopt; known) {
       reply.digests[tag] = std::move(*known);
       continue;
@@ -176,12 +182,19 @@ void RegionImages::on_detached(const std::vector<std::string>& tags, std::set<st
   }
 }
 
+std::vector<std::string> RegionImages::here(const std::vector<std::string>& tags) const {
+  const std::map<std::string, RegionState> states = parts_.allocator.states();
+  std::vector<std::string> found = tags;
+  std::erase_if(found, [&](const std::string& tag) { return !states.contains(tag); });
+  return found;
+}
+
 std::vector<std::string> RegionImages::asleep_of(const std::vector<std::string>& tags) const {
   const std::map<std::string, RegionState> states = parts_.allocator.states();
   std::vector<std::string> asleep = tags;
   std::erase_if(asleep, [&](const std::string& tag) {
     const auto state = states.find(tag);
-    return away_.contains(tag) && (state == states.end() || state->second == RegionState::kAttached);
+    return state == states.end() || (away_.contains(tag) && state->second == RegionState::kAttached);
   });
   return asleep;
 }

@@ -70,6 +70,8 @@ class RegionImages {
   // Note that the tags have no content any more: no image is clean, and those that no sleep has saved or reused are
   // dropped. `away`: the same tags, made before so that nothing is allocated here.
   void on_detached(const std::vector<std::string>& tags, std::set<std::string, std::less<>> away);
+  // Return those of these tags that this rank has.
+  std::vector<std::string> here(const std::vector<std::string>& tags) const;
   // Return those of these tags that have a region asleep. A sleeping tag has none if those regions were freed, even if
   // others were allocated since.
   std::vector<std::string> asleep_of(const std::vector<std::string>& tags) const;

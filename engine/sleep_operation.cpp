@@ -126,6 +126,9 @@ Status SleepOperation::prepare_swap_out() {
   TORPOR_RETURN_IF_ERROR(take_steps(kQuiesce, kCapture));
   TORPOR_RETURN_IF_ERROR(not_cancelled());
   TORPOR_RETURN_IF_ERROR(take(steps_[kDropDerived]));  // before its phase, as the save releases memory
+  // The engine may have freed some of its memory: what is left is promised to the other engine.
+  TORPOR_ASSIGN_OR_RETURN(described_, engine_.ranks.call(orders::Describe{}));
+  engine_.state.set_tags(described_);
   return ok();
 }
 
@@ -438,7 +441,7 @@ Status SleepOperation::undo_detach() {
       return broken("the weights of a rank are gone, those of another are not", "start a new engine");
   }
   TORPOR_RETURN_IF_ERROR(engine_.ranks.undo(orders::Finish{.tags = tags_}));
-  TORPOR_ASSIGN_OR_RETURN(const Described described, engine_.ranks.call(orders::Describe{}));
+  TORPOR_ASSIGN_OR_RETURN(const Described described, engine_.ranks.undo(orders::Describe{}));
   engine_.state.set_tags(described);
   for (const orders::Describe::Reply& reply : described) {
     for (const auto& [tag, entry] : reply.ledger.tags) {

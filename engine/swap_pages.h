@@ -18,7 +18,8 @@ namespace torpor {
 
 class SwapPages {
  public:
-  SwapPages(const SleepAllocator& allocator, std::span<const std::string> tags) : pages_(allocator.pages_of(tags)) {
+  SwapPages(const SleepAllocator& allocator, std::span<const std::string> tags) {
+    if (!tags.empty()) pages_ = allocator.pages_of(tags);  // with no tag named the allocator would take all
     std::sort(pages_.begin(), pages_.end(),
               [](const DevicePage& a, const DevicePage& b) { return a.address() < b.address(); });
   }

@@ -21,7 +21,7 @@ BlockRef::~BlockRef() {
   const MutexLock lock(pool_->mutex_);
   pool_->drop_reference(id_);
 }
-// Needs no lock: the identity of a block does not change while a BlockRef keeps it.
+// Needs no lock: while a BlockRef keeps a block, only rename() changes its identity.
 const BlockIdentity& BlockRef::identity() const TORPOR_NO_THREAD_SAFETY_ANALYSIS { return pool_->slot(id_).identity; }
 
 WeakBlock::WeakBlock(const BlockRef& block) : pool_(block.pool_), id_(block.id_) {

@@ -86,7 +86,8 @@ class BlockRef {
   ~BlockRef();
   explicit operator bool() const { return pool_ != nullptr; }
   int32_t id() const { return id_; }
-  const BlockIdentity& identity() const;  // valid as long as this object
+  // Valid as long as this object. Not while another thread calls BlockPool::rename() for this block.
+  const BlockIdentity& identity() const;
   // Keeps the block for ever: a copy that was not proven finished may still read it.
   void never_let_go() { pool_ = nullptr; }
 

@@ -325,22 +325,36 @@ void BlockTier::drop_segments() {
 }
 
 std::vector<TierJobResult> BlockTier::finished() {
-  std::list<std::unique_ptr<TierJob>> over;
   Questions answers;
   {
     const MutexLock lock(mutex_);
-    over.swap(over_);
     answers.swap(answers_);
   }
   index_->hide_remote(store_id_ == StoreId::kRemote && !store_->accepting());
   for (const Question& answer : answers) answered(answer);
-  for (const auto& job : over) finish_job(*job);
+  // Allocate before jobs are taken: a job that is taken is reported.
+  std::list<std::unique_ptr<TierJob>> over;
+  std::vector<TierJobResult> results;
+  {
+    const MutexLock lock(mutex_);
+    ended_.reserve(ended_.size() + over_.size());
+    results.resize(over_.size());
+    auto result = results.begin();
+    for (const auto& job : over_) (result++)->good.reserve(job->blocks.size());
+    over.swap(over_);
+  }
+  auto result = results.begin();
+  for (const auto& job : over) {
+    finish_job(*job, *result);
+    ended_.push_back(std::move(*result++));
+  }
   return std::exchange(ended_, {});
 }
 
-void BlockTier::finish_job(TierJob& job) {
-  TierJobResult result{.job = job.id, .seconds = seconds_between(job.begun, clock_.now())};
-  result.good.reserve(job.blocks.size());
+// Precondition: `result` has room for all blocks.
+void BlockTier::finish_job(TierJob& job, TierJobResult& result) {
+  result.job = job.id;
+  result.seconds = seconds_between(job.begun, clock_.now());
   bool disk_failed = false;
   for (Block& block : job.blocks) {
     if (block.slot >= 0) {
@@ -363,15 +377,18 @@ void BlockTier::finish_job(TierJob& job) {
     result.good.push_back(block.good);
   }
   if (disk_failed) index_->close_segment();  // its file may take no more
-  ended_.push_back(std::move(result));
 }
 
-// Remember that the store lacks the block: otherwise the request would ask for it and load it again.
-void BlockTier::remember_absent(const BlockKey& key, const std::string& request) {
-  Asked& asked = asked_.try_emplace(key).first->second;
-  if (asked.answer != Answer::kOpen) asked.answer = Answer::kAbsent;
-  asked_by_[request].insert(key);
-  asked.requests[request] = true;
+// Remember that the store lacks the block: otherwise the request would ask for it and load it again, as it does if
+// there is no memory.
+void BlockTier::remember_absent(const BlockKey& key, const std::string& request) noexcept {
+  (void)try_catch([&]() -> Status {
+    asked_by_[request].insert(key);  // first: request_finished() forgets by it
+    Asked& asked = asked_.try_emplace(key).first->second;
+    asked.requests[request] = true;
+    if (asked.answer != Answer::kOpen) asked.answer = Answer::kAbsent;
+    return ok();
+  });
 }
 
 void BlockTier::wait() {

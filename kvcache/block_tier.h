@@ -138,11 +138,11 @@ class BlockTier {
   void drop_segments();
   Status submit(std::unique_ptr<TierJob> job);
   void give_back(const TierJob& job);
-  void finish_job(TierJob& job);
+  void finish_job(TierJob& job, TierJobResult& result);
   void answered(const Question& question);
   void drop_question(const BlockKey& key);
   bool is_needed(const Asked& asked) const;
-  void remember_absent(const BlockKey& key, const std::string& request);
+  void remember_absent(const BlockKey& key, const std::string& request) noexcept;
   void run();
   bool take(Questions& question, Piece& piece) TORPOR_REQUIRES(mutex_);
   void move(TierJob& job, std::span<Block> blocks);

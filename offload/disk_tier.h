@@ -25,6 +25,8 @@ struct ChunkFileOptions {
   std::shared_ptr<const Seal> seal;         // null: neither authenticated nor encrypted
   std::shared_ptr<ProgressMeter> progress;  // may be null; after a cancel, put() and get() fail with kAborted
   FileIo io = FileIo::kFastest;
+  // After finish() what was written survives a power cut. If false, finish() only reports writes that were lost.
+  bool durable = true;
 };
 
 // An existing chunk file and its seal.

@@ -120,6 +120,16 @@ TEST_F(CheckpointManagerTest, OlderOnesGoOnlyAfterAWakeFromTheirSuccessor) {
   EXPECT_EQ(names(), (std::vector<std::string>{"LOCK", "g-000004"}));
 }
 
+TEST_F(CheckpointManagerTest, AWakeIsMarkedWhileAnotherProcessWrites) {
+  write();
+  write();
+  const auto lock = value_of(value_of(file_system_.open_directory(temporary_.path(), false))->lock("LOCK"));
+  EXPECT_FAILS(manager(1)->woken_from(2), Code::kUnavailable, "older checkpoints were not removed");
+  EXPECT_EQ(names(), (std::vector<std::string>{"LOCK", "g-000001", "g-000002"}));
+  EXPECT_TRUE(value_of(manager()->list())[1].woken);
+  EXPECT_FAILS(manager(1)->woken_from(3), Code::kNotFound, "g-000003 was not marked as woken");
+}
+
 TEST_F(CheckpointManagerTest, AnAbandonedCheckpointLeavesNothing) {
   {
     PendingCheckpoint pending = value_of(manager()->begin(0));

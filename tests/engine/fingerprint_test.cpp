@@ -43,6 +43,13 @@ const std::vector<std::pair<const char*, SleepOptions>>& sleeps_to_disk() {
   return all;
 }
 
+TEST_F(EngineFingerprint, OfAnEngineThatSleepsWithoutItsWeightsSaysWhatToDo) {
+  SleepingEngine slept = make();
+  begin(slept.engine);
+  ASSERT_SUCCEEDS(slept.controller.sleep({.preserve_state = true, .weights = Weights::kReload}));
+  EXPECT_FAILS(slept.controller.fingerprint(), Code::kFailedPrecondition, "wake the weights first");
+}
+
 TEST_F(EngineFingerprint, WeightsAreReadAtMostOnceASave) {
   for (const auto& [name, options] : sleeps_to_disk()) {
     SCOPED_TRACE(name);

@@ -367,6 +367,21 @@ TEST_F(SleepFailure, I7WhateverAHookThrowsIsAnErrorAndUndone) {
   }
 }
 
+TEST_F(SleepFailure, OneLostReplyWhileADetachIsUndoneDoesNotLoseTheEngine) {
+  SleepingEngine slept = make({.ranks = 2});
+  begin(slept.engine);
+  slept.engine.fail_hook("rank detach");
+  bool detached = false;
+  slept.engine.before_hook = [&](const std::string& hook) {
+    if (hook == "rank detach") detached = true;
+    if (hook == "rank describe" && std::exchange(detached, false)) slept.engine.fail_hook(hook);
+  };
+  EXPECT_FAILS(slept.controller.sleep(to_host()), Code::kInternal, "rank detach");
+  EXPECT_EQ(slept.controller.state().engine, "awake");
+  EXPECT_FALSE(detached);
+  expect_untouched(slept, {.ranks = 2});
+}
+
 TEST_F(SleepFailure, RequestsThatWereEndedBeforeTheFailureAreAChange) {
   for (const char* in_flight : {"abort", "recompute"}) {
     SCOPED_TRACE(in_flight);

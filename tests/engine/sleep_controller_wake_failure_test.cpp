@@ -287,6 +287,31 @@ TEST_F(SleepFailure, NothingThatFailsAfterTheEngineRunsAgainLeavesItRecordedAsAs
   expect_untouched(slept);
 }
 
+TEST_F(SleepFailure, AWakeFromADamagedCheckpointKeepsNoHostMemory) {
+  const std::string path = written_checkpoint();
+  const auto damage = [](const std::string& file) {
+    std::fstream out(file, std::ios::binary | std::ios::in | std::ios::out);
+    out.seekg(0, std::ios::end);
+    const auto size = static_cast<uint64_t>(out.tellg());
+    for (uint64_t at = kPage; at < size; at += 64) out.seekp(static_cast<std::streamoff>(at)).put('x');
+  };
+  damage(path + "/chunks-r0");
+  SleepingEngine woken = make();
+  const auto held = [&] { return value_of(woken.controller.ledgers())[0].arena_held_bytes; };
+  const uint64_t before = held();
+  EXPECT_FAILS(woken.controller.wake_up({.from_checkpoint = path}), Code::kCorruption);
+  EXPECT_EQ(held(), before);
+}
+
+TEST_F(SleepFailure, ACheckpointIsMarkedAsWokenWhileAnotherProcessHoldsItsDirectory) {
+  const std::string path = written_checkpoint();
+  const auto directory = value_of(linux_file_system().open_directory(temporary_.path(), false));
+  SleepingEngine woken = make();
+  const auto lock = value_of(directory->lock("LOCK"));
+  ASSERT_SUCCEEDS(woken.controller.wake_up({.from_checkpoint = path}));
+  EXPECT_TRUE(std::ifstream(path + "/WOKEN").good());
+}
+
 // What is on hold has not gone on: a crash now must find the checkpoint as it was.
 TEST_F(SleepFailure, ACheckpointIsMarkedAsWokenFromOnlyWhenItsEngineRuns) {
   const std::string path = written_checkpoint();

@@ -7,6 +7,7 @@
 
 #include "allocator/host_device.h"
 #include "base/units.h"
+#include "base/watched_file_system.h"
 #include "engine/tag_sleep.h"
 #include "tests/engine/sleep_failure.h"
 #include "tests/support/rank_call.h"
@@ -76,6 +77,45 @@ TEST_F(Spill, WhatFitsStaysInHostMemoryAndTheRestGoesToDiskAndComesBack) {
     EXPECT_EQ(slept.engine.recomputed(), 0);
   }
   EXPECT_TRUE(both);
+}
+
+TEST_F(Spill, OnlyFilesThatTorporLeftAreRemoved) {
+  const std::string id(2 * sizeof(SealId), 'a');
+  const std::vector<std::string> foreign = {"spill-notes.txt", "spill-r0",        "spill-r0-" + id + "a",
+                                            "spill-r-" + id,   "spill-r0x-" + id, "spill-" + id};
+  value_of(linux_file_system().open_directory(spill_dir(), /*create=*/true));
+  for (const std::string& name : foreign) std::ofstream(spill_dir() + "/" + name) << "mine";
+  boost::filesystem::create_directory(spill_dir() + "/spill-old");
+  boost::filesystem::create_directory(spill_dir() + "/spill-r1-" + id);
+  std::ofstream(spill_dir() + "/spill-r0-" + id) << "left";
+  SleepingEngine slept = make(options(kTight));
+  begin(slept.engine);
+  EXPECT_GT(value_of(slept.controller.sleep(to_host())).disk_bytes, 0u);
+  for (const std::string& name : foreign) EXPECT_TRUE(boost::filesystem::exists(spill_dir() + "/" + name)) << name;
+  EXPECT_EQ(files_left(), foreign.size() + 2);
+}
+
+// The file ends with this process.
+TEST_F(Spill, NothingIsSynced) {
+  int syncs = 0;
+  bool direct = false;
+  const std::unique_ptr<FileSystem> watched = make_watched_file_system(
+      linux_file_system(),
+      [&](const char* call, const std::string&) { return syncs += call == std::string("sync"), ok(); });
+  {
+    const auto directory = value_of(watched->open_directory(spill_dir(), /*create=*/true));
+    direct = value_of(directory->create_file("some", FileIo::kFastest))->io().ends_with("direct");
+  }
+  SleepingEngine slept(*watched, temporary_.path(), options(kTight));
+  begin(slept.engine);
+  EXPECT_GT(value_of(slept.controller.sleep(to_host())).disk_bytes, 0u);
+  if (direct) {
+    EXPECT_EQ(syncs, 0);
+  } else {
+    EXPECT_GT(syncs, 0);  // the only call that reports a write that was lost
+  }
+  ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  EXPECT_EQ(finish(slept.engine), uninterrupted(options(kTight)));
 }
 
 TEST_F(Spill, WithoutADirectoryASleepThatDoesNotFitFails) {

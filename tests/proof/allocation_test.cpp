@@ -9,6 +9,7 @@
 #include "checkpoint/verify.h"
 #include "engine/reference/reference_engine.h"
 #include "kvcache/block_pool.h"
+#include "kvcache/block_tier.h"
 #include "tests/kvcache/offload_rank.h"
 #include "tests/support/example_state.h"
 #include "tests/support/model_file_system.h"
@@ -366,6 +367,48 @@ TEST(Allocation, OfWhatEndedNothingIsLost) {
   }
   std::printf("proof: %lu failed allocations in reports of transfers\n", static_cast<unsigned long>(failed));
   EXPECT_GT(failed, 10u);
+}
+
+// Whatever a tier has no memory to report, it reports later.
+TEST(Allocation, OfTheJobsOfATierNoneIsLost) {
+  constexpr uint64_t kBytes = 4096;
+  uint64_t failed = 0;
+  for (const bool for_ever : {false, true}) {
+    for (uint64_t n = 1;; ++n) {
+      SCOPED_TRACE(testing::Message() << "allocation " << n << (for_ever ? " and all after it" : ""));
+      test::SharedBlocks shared;
+      test::ManualClock clock;
+      const std::unique_ptr<BlockTier> tier = test::value_of(
+          BlockTier::create({.block_bytes = kBytes, .remote_slots = 8},
+                            std::make_unique<test::SharedStore>(shared, 0, kBytes), digest_of({}), clock));
+      std::vector<std::byte> bytes(4 * kBytes);
+      const auto row = [&](size_t i) { return std::span(bytes).subspan(i * kBytes, kBytes); };
+      for (uint64_t job = 1; job <= 2; ++job) {
+        const BlockKey key{.hash = {static_cast<uint8_t>(job)}};
+        const std::span<std::byte> stored = row(job - 1);
+        EXPECT_SUCCEEDS(tier->store(job, {&key, 1}, {&stored, 1}));
+        const BlockKey missing{.hash = {static_cast<uint8_t>(8 + job)}};
+        const std::span<std::byte> loaded = row(job + 1);
+        EXPECT_SUCCEEDS(tier->load(10 + job, "request", {&missing, 1}, {&loaded, 1}));
+      }
+      tier->wait();
+      std::vector<TierJobResult> results;
+      const bool fired =
+          fail_one(n, for_ever, [&] { (void)try_catch([&]() -> Status { return results = tier->finished(), ok(); }); });
+      for (TierJobResult& late : tier->finished()) results.push_back(std::move(late));
+      std::multiset<uint64_t> ended;
+      for (const TierJobResult& result : results) {
+        ended.insert(result.job);
+        EXPECT_EQ(result.good, std::vector<bool>(1, result.job < 10)) << result.job;
+      }
+      EXPECT_EQ(ended, (std::multiset<uint64_t>{1, 2, 11, 12}));
+      EXPECT_SUCCEEDS(tier->check());
+      if (!fired) break;
+      ++failed;
+    }
+  }
+  std::printf("proof: %lu failed allocations in the results of a tier\n", static_cast<unsigned long>(failed));
+  EXPECT_GT(failed, 5u);
 }
 
 // A scheduler that has no memory for a plan plans less, and an engine runs one again that a rank had none for: no block
