@@ -7,11 +7,7 @@ import sys
 from pathlib import Path
 
 GPU_PATH = Path(__file__).parents[1] / "gpu_path"
-
-
-def test_what_is_freed_in_a_pool_that_is_in_use_goes_back_to_the_device():
-    """Over pools as torch has them: a pool that hands out a segment without memory ends the process."""
-    code = """
+BEGIN = """
 import torch
 from gpu_path import pools
 pools.install()
@@ -24,7 +20,28 @@ def held(tag):
 
 def fresh(value, mebibytes=1):
     return torch.full((mebibytes << 20,), value, dtype=torch.uint8)
+"""
 
+
+def over_pools(code: str) -> None:
+    """Run a program over pools as torch has them: what torch does not allow fails it."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{BEGIN}\n{code}\nassert not pools.misused(), pools.misused()"],
+        env=os.environ
+        | {
+            "TORPOR_MEMORY_DEVICE": "host",
+            "PYTHONPATH": os.pathsep.join((str(GPU_PATH), os.environ.get("PYTHONPATH", ""))),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_freed_in_a_pool_that_is_in_use_goes_back_to_the_device():
+    """Over pools as torch has them: a pool that hands out a segment without memory ends the process."""
+    code = """
 with memory.region("weights"):
     used = fresh(7)
     later = fresh(8)
@@ -71,15 +88,68 @@ with memory.region("graphs") as pool:
 memory.release_unused()
 assert held("graphs") == (2, 2)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ
-        | {
-            "TORPOR_MEMORY_DEVICE": "host",
-            "PYTHONPATH": os.pathsep.join((str(GPU_PATH), os.environ.get("PYTHONPATH", ""))),
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    over_pools(code)
+
+
+def test_no_pool_ends_while_one_is_allocated_from():
+    """torch ends the process then, whichever thread allocates. What is unused goes back to the device all the same."""
+    over_pools("""
+import threading
+from contextlib import contextmanager
+from torpor.torch_memory_saver import torch_memory_saver as saver
+torch.cuda.current_device = lambda: 0
+
+@contextmanager
+def in_another_thread():
+    begun, end = threading.Event(), threading.Event()
+
+    def other():
+        with memory.region("outer"):
+            begun.set()
+            end.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    begun.wait()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+def without_allocations():
+    with memory.region("inner"):
+        pass
+
+def all_is_freed():
+    with memory.region("inner", keep=False):
+        fresh(2)
+
+def grows(mebibytes=2):
+    tensor = None
+    for size in range(1, mebibytes + 1):
+        tensor = None
+        with memory.region("inner"):
+            tensor = fresh(3, size)
+    return tensor
+
+def disabled():
+    with saver.disable():
+        fresh(2)
+
+def disabled_and_in_use():
+    with saver.disable():
+        return fresh(3)
+
+for outer in (lambda: memory.region("outer"), lambda: saver.region("outer", True), in_another_thread):
+    for inner in (without_allocations, all_is_freed, grows, disabled, disabled_and_in_use):
+        with outer():
+            used = fresh(7)
+            of_inner = inner()
+            assert held("inner") == (2 if inner is grows else 0, held("outer")[0] + held("inner")[0]), inner
+        assert used.eq(7).all() and (of_inner is None or of_inner.eq(3).all())
+        unused = [pool for pools_of in memory._retired.values() for pool in pools_of if not memory._is_used(pool)]
+        assert not unused and not pools.misused(), (outer, inner, unused, pools.misused())
+        used = of_inner = None
+        memory.release_unused()
+""")

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
     import torch
 
 _allocator: torch.cuda.memory.CUDAPluggableAllocator | None = None
+_lock = threading.RLock()  # an object that Python's collector ends may call in here again
 _retired: dict[str, list[torch.cuda.MemPool]] = {}  # by tag: pools that something may still be in use of
+_allocating = 0  # how many allocating() there are now, in all threads
+_postponed = False  # whether a pool would have ended if nobody had been allocating
 
 
 @contextmanager
@@ -61,7 +65,7 @@ def region(tag: str, keep: bool = True) -> Iterator[torch.cuda.MemPool]:
     pool = new_pool()
     release_unused(tag)
     try:
-        with scope(tag, keep), torch.cuda.use_mem_pool(pool):
+        with scope(tag, keep), allocating(), torch.cuda.use_mem_pool(pool):
             yield pool
     finally:
         retire(pool, tag)
@@ -69,37 +73,70 @@ def region(tag: str, keep: bool = True) -> Iterator[torch.cuda.MemPool]:
         release_unused(tag)
 
 
+@contextmanager
+def allocating() -> Iterator[None]:
+    """Around each use_mem_pool() and each capture of a graph: no pool of torpor ends meanwhile.
+
+    torch ends the process if a pool ends while any thread allocates from one.
+    """
+    global _allocating
+    with _lock:
+        _allocating += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _allocating -= 1
+            due = _postponed and _allocating == 0
+        if due:
+            release_unused()
+
+
 def retire(pool: torch.cuda.MemPool, tag: str) -> None:
     """Keep a pool, from which nothing more is allocated, until nothing of it is in use. tag: of its region.
 
     A MemPool object must not end before: vLLM keeps its own for https://github.com/pytorch/pytorch/issues/146431.
     """
-    _retired.setdefault(tag, []).append(pool)
+    with _lock:
+        _retired.setdefault(tag, []).append(pool)
 
 
 def release_unused(tag: str | None = None) -> None:
     """Give memory of retired pools of which nothing is in use back to the device. tag: of its pools alone.
 
-    A pool of which nothing is in use ends. Of the others each segment of which nothing is in use loses its memory and
-    leaves its tag; torch keeps the addresses until the pool ends. torch's cache is emptied too; with `tag` only if that
-    tag has retired pools.
+    A pool of which nothing is in use ends; if a region is active, in any thread, then at the end of the last one. Of
+    the others each segment of which nothing is in use loses its memory and leaves its tag; torch keeps the addresses
+    until the pool ends. torch's cache is emptied too; with `tag` only if that tag has retired pools.
     """
+    global _postponed
     import torch
 
     if tag is not None and tag not in _retired:
         return
     if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():  # a capture forbids it
         return
-    for each in [tag] if tag is not None else list(_retired):
-        used = [pool for pool in _retired.pop(each) if _is_used(pool)]  # the end of the others frees them
-        try:
-            for at in range(len(used)):
-                if _is_left(used, at):
-                    _trim(used[at])
-        finally:
-            if used:
-                _retired.setdefault(each, []).extend(used)  # another thread may have retired some meanwhile
+    with _lock:
+        if tag is None:
+            _postponed = False
+        for each in [tag] if tag is not None else list(_retired):
+            _release(each)
     torch.cuda.empty_cache()
+
+
+def _release(tag: str) -> None:
+    global _postponed
+    pools = _retired.get(tag, [])
+    unused = [at for at, pool in enumerate(pools) if not _is_used(pool)]
+    if _allocating:
+        _postponed = _postponed or bool(unused)
+    else:
+        for at in reversed(unused):
+            del pools[at]  # its end frees its memory
+    for at in range(len(pools)):
+        if _is_left(pools, at):
+            _trim(pools[at])
+    if not pools:
+        _retired.pop(tag, None)
 
 
 def _is_used(pool: torch.cuda.MemPool) -> bool:

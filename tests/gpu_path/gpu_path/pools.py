@@ -3,8 +3,9 @@
 
 A pool takes segments from torpor and divides them. What is freed stays in its segment, and is given out again in the
 same pool only. torpor gets the segments back when the MemPool object ends. It must not end while something of it is in
-use, or while a graph is captured: some versions of torch then free memory that tensors have. Memory that is given out
-again has the content that it had before; what torpor took meanwhile is an invalid address then, and the process ends.
+use, or while a graph is captured: some versions of torch then free memory that tensors have. Nor may it end while any
+thread allocates from a pool: torch then ends the process. Memory that is given out again has the content that it had
+before; what torpor took meanwhile is an invalid address then, and the process ends.
 
 The sizes are torch's divided by 16, because the models are small: several tensors share a segment, and a tag has
 several segments.
@@ -64,8 +65,8 @@ class PluggableAllocator:
 class MemPool:
     """As torch has it: the object keeps what was freed in its pool."""
 
-    def __init__(self, allocator: PluggableAllocator):
-        self._pool = _PrivatePool()
+    def __init__(self, allocator: PluggableAllocator | None = None):
+        self._pool = _PrivatePool(own=allocator is not None)
         weakref.finalize(self, _PrivatePool.end, self._pool).atexit = False
 
     @property
@@ -78,6 +79,10 @@ class MemPool:
 
     def snapshot(self, include_traces: bool = True) -> list[dict]:
         return self._pool.snapshot()
+
+
+def misused() -> list[str]:
+    return _misused
 
 
 def alive() -> list[_PrivatePool]:
@@ -113,9 +118,11 @@ def _into(pool: _PrivatePool):
     with nullcontext() if stack else _Allocating():  # one is enough: the innermost pool has what is allocated
         stack.append(pool)
         pool.users += 1
+        pool.allocating += 1
         try:
             yield
         finally:
+            pool.allocating -= 1
             pool.users -= 1
             stack.pop()
 
@@ -167,9 +174,12 @@ class _Segment:
 class _PrivatePool:
     _numbers = itertools.count(1)
 
-    def __init__(self):
+    def __init__(self, own: bool):
         self.id = (0, next(self._numbers))
         self.users = 0  # beside its MemPool
+        self.allocating = 0  # those of them that allocate from it now
+        self._own = own  # its memory is torpor's; else torch's
+        self._torchs: dict[int, ctypes.Array] = {}  # torch's, by address
         self._segments: list[_Segment] = []
         self._freed: collections.deque[int] = collections.deque()  # addresses
         _pools[self.id] = self
@@ -184,19 +194,26 @@ class _PrivatePool:
 
     def take(self, size: int) -> tuple[int, bool]:
         """An address, and whether its memory was never used."""
-        from torpor import memory
-
         assert not _misused, _misused
         with _lock:
             whole = _SMALL_SEGMENT if size <= _SMALL else _MEDIUM_SEGMENT if size <= _MEDIUM else _rounded(size, _ROUND)
             for segment in self.segments:
                 if segment.size == whole and (address := segment.take(size)) is not None:
                     return address, False
-            segment = _Segment(memory.allocate(whole), whole)
+            segment = _Segment(self._allocate(whole), whole)
             self._segments.append(segment)
             address = segment.take(size)
             assert address is not None
             return address, True
+
+    def _allocate(self, size: int) -> int:
+        from torpor import memory
+
+        if self._own:
+            return memory.allocate(size)
+        buffer = (ctypes.c_char * size)()
+        self._torchs[ctypes.addressof(buffer)] = buffer
+        return ctypes.addressof(buffer)
 
     def give(self, address: int) -> None:
         """Called wherever Python frees a tensor, so perhaps in the middle of take()."""
@@ -209,11 +226,14 @@ class _PrivatePool:
         with _lock:
             if getattr(_active, "captures", 0):
                 _misused.append("a pool ended while a graph was captured")
+            if any(pool.allocating for pool in alive()):
+                _misused.append("a pool ended while one was allocated from")
             if used := sum(each.allocated_size for each in self.segments):
                 _misused.append(f"a pool ended with {used} bytes in use")
                 return
-            for segment in self._segments:
+            for segment in self._segments if self._own else ():
                 memory.free(segment.address)
+            self._torchs = {}
             self._segments = []
 
     def snapshot(self) -> list[dict]:
