@@ -23,11 +23,12 @@ def fresh(value, mebibytes=1):
 """
 
 
-def over_pools(code: str) -> None:
+def over_pools(code: str, **variables: str) -> None:
     """Run a program over pools as torch has them: what torch does not allow fails it."""
     done = subprocess.run(
         [sys.executable, "-c", f"{BEGIN}\n{code}\nassert not pools.misused(), pools.misused()"],
         env=os.environ
+        | variables
         | {
             "TORPOR_MEMORY_DEVICE": "host",
             "PYTHONPATH": os.pathsep.join((str(GPU_PATH), os.environ.get("PYTHONPATH", ""))),
@@ -117,12 +118,18 @@ def in_another_thread():
         end.set()
         thread.join()
 
+def nothing_is_given_back_beside_a_capture():
+    with memory.allocating(capturing=True):
+        all_is_freed()
+        memory.make_room()
+        assert held("inner") == (1, held("outer")[0] + 1)
+
 def without_allocations():
     with memory.region("inner"):
         pass
 
 def all_is_freed():
-    with memory.region("inner", keep=False):
+    with memory.region("inner"):
         fresh(2)
 
 def grows(mebibytes=2):
@@ -142,14 +149,69 @@ def disabled_and_in_use():
         return fresh(3)
 
 for outer in (lambda: memory.region("outer"), lambda: saver.region("outer", True), in_another_thread):
-    for inner in (without_allocations, all_is_freed, grows, disabled, disabled_and_in_use):
+    for inner in (without_allocations, all_is_freed, grows, disabled, disabled_and_in_use,
+                  nothing_is_given_back_beside_a_capture):
         with outer():
             used = fresh(7)
             of_inner = inner()
+            memory.release_unused()
             assert held("inner") == (2 if inner is grows else 0, held("outer")[0] + held("inner")[0]), inner
         assert used.eq(7).all() and (of_inner is None or of_inner.eq(3).all())
         unused = [pool for pools_of in memory._retired.values() for pool in pools_of if not memory._is_used(pool)]
         assert not unused and not pools.misused(), (outer, inner, unused, pools.misused())
         used = of_inner = None
         memory.release_unused()
+""")
+
+
+def test_a_wake_takes_back_what_torch_keeps_unused():
+    """Whoever computes while memory sleeps leaves memory in torch's cache."""
+    over_pools(
+        """
+from torpor.torch_memory_saver import torch_memory_saver as saver
+with memory.region("weights"):
+    used = fresh(7, mebibytes=6)
+for sleep, wake in ((memory.sleep, memory.wake), (saver.pause, saver.resume)):
+    sleep("weights")
+    pools.fill_cache(4 << 20)
+    wake("weights")
+    assert not pools.cached() and used.eq(7).all()
+""",
+        TORPOR_HOST_DEVICE_BYTES=str(8 << 20),
+    )
+
+
+def test_a_torch_that_cannot_say_what_of_a_pool_is_in_use_is_refused():
+    over_pools("""
+from torpor.errors import Unsupported
+pools.MemPool.snapshot = lambda self: self._pool.snapshot()  # as before torch 2.11
+try:
+    with memory.region("weights"):
+        raise AssertionError("not refused")
+except Unsupported as problem:
+    assert "2.11" in str(problem), problem
+""")
+
+
+def test_a_failure_of_torch_loses_no_pool():
+    """The end of a pool would free memory that tensors have."""
+    over_pools("""
+with memory.region("weights"):
+    used = fresh(7)
+stock = pools.MemPool.snapshot
+
+def fails(self, include_traces=True):
+    raise RuntimeError("planted")
+
+pools.MemPool.snapshot = fails
+try:
+    memory.release_unused()
+    raise AssertionError("it did not fail")
+except RuntimeError:
+    pass
+pools.MemPool.snapshot = stock
+assert not pools.misused() and used.eq(7).all()
+del used
+memory.release_unused()
+assert held("weights") == (0, 0)
 """)

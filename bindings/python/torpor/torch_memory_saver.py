@@ -107,7 +107,7 @@ class TorchMemorySaver:
 
         own = memory.new_pool()
         captured = torch.cuda.graph(cuda_graph, pool=own.id, stream=stream, capture_error_mode=capture_error_mode)
-        with memory.scope(tag, keep=enable_cpu_backup), memory.allocating(), captured:
+        with memory.scope(tag, keep=enable_cpu_backup), memory.allocating(capturing=True), captured:
             yield
 
     @property

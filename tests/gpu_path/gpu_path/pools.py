@@ -21,6 +21,7 @@ import itertools
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -34,24 +35,28 @@ _ROUND = 128 << 10  # a larger block has a segment of its own, of a multiple of 
 
 _pools: weakref.WeakValueDictionary[tuple[int, int], _PrivatePool] = weakref.WeakValueDictionary()
 _misused: list[str] = []  # what nobody may do; what is asked next fails with it
+_cached: list[int] = []  # addresses
 _active = threading.local()  # .pools: of this thread, the innermost last
 _lock = threading.RLock()  # a tensor may be freed at any allocation
 
 
 def install() -> None:
-    stock_available = torch.cuda.is_available
-
-    def is_available() -> bool:
-        asks = sys._getframe(1).f_globals.get("__name__", "")
-        return asks.split(".")[0] == "torpor" or stock_available()
-
-    torch.cuda.is_available = is_available
+    torch.cuda.is_available = _true_to_torpor(torch.cuda.is_available)
+    torch.cuda.is_initialized = _true_to_torpor(torch.cuda.is_initialized)
     torch.cuda.is_current_stream_capturing = lambda: bool(getattr(_active, "captures", 0))
     torch.cuda.MemPool = MemPool
     torch.cuda.use_mem_pool = use_mem_pool
     torch.cuda.empty_cache = empty_cache
     torch.accelerator.empty_cache = empty_cache
     torch.cuda.memory.CUDAPluggableAllocator = PluggableAllocator
+
+
+def _true_to_torpor(stock: Callable[[], bool]) -> Callable[[], bool]:
+    def answer() -> bool:
+        asks = sys._getframe(1).f_globals.get("__name__", "")
+        return asks.split(".")[0] == "torpor" or stock()
+
+    return answer
 
 
 class PluggableAllocator:
@@ -110,6 +115,23 @@ def captured(pool_id: tuple[int, int]):
 def empty_cache() -> None:
     assert not getattr(_active, "captures", 0), "the cache is emptied while a graph is captured"
     assert not _misused, _misused
+    from torpor import memory
+
+    while _cached:
+        memory.free(_cached.pop())
+
+
+def fill_cache(size: int) -> None:
+    """As if somebody had computed: torch keeps so many bytes of the device that nothing uses."""
+    from torpor import memory
+
+    with memory.scope("torch's own"):
+        _cached.append(memory.allocate(size))
+
+
+def cached() -> int:
+    """How many allocations torch keeps so."""
+    return len(_cached)
 
 
 @contextmanager
@@ -171,6 +193,15 @@ class _Segment:
         return {"device": 0, "address": self.address} | sizes | {"blocks": blocks}
 
 
+def _give_back(segment: _Segment) -> None:
+    """As torch does: it hears of no failure, and forgets the segment."""
+    from torpor import _core
+
+    free = ctypes.CDLL(_core.__file__).torpor_torch_free
+    free.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+    free(segment.address, segment.size, 0, None)
+
+
 class _PrivatePool:
     _numbers = itertools.count(1)
 
@@ -221,8 +252,6 @@ class _PrivatePool:
 
     def end(self) -> None:
         """Called when the MemPool object has ended, where an exception would reach nobody."""
-        from torpor import memory
-
         with _lock:
             if getattr(_active, "captures", 0):
                 _misused.append("a pool ended while a graph was captured")
@@ -232,7 +261,7 @@ class _PrivatePool:
                 _misused.append(f"a pool ended with {used} bytes in use")
                 return
             for segment in self._segments if self._own else ():
-                memory.free(segment.address)
+                _give_back(segment)
             self._torchs = {}
             self._segments = []
 
