@@ -2,7 +2,8 @@
 """A process of the tests: an engine whose model has no KV cache sleeps and wakes, also with requests that wait.
 
 Takes the folder of the tiny model, for its tokenizer, and an empty one. Prints each embedding, before and after, and
-why a checkpoint is refused. On the GPU path it sleeps without its requests, and prints why a sleep with them is refused.
+why a checkpoint is refused. On the GPU path it sleeps without its requests, and prints why a sleep with them is
+refused.
 """
 
 import json

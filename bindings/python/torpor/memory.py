@@ -237,7 +237,7 @@ def wake(*tags: str) -> dict:
 
 
 def make_room() -> None:
-    """Give memory that torch keeps and nothing uses back to the device. Does nothing where release_unused() does not."""
+    """Give memory that torch keeps unused back to the device. Does nothing where release_unused() does not."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return
