@@ -94,7 +94,7 @@ TORPOR_EXPORT void* torpor_torch_malloc(ssize_t bytes, int device, void*) {
 TORPOR_EXPORT void torpor_torch_free(void* address, ssize_t, int device, void*) {
   if (address == nullptr) return;
   const int code =
-      code_of([&] { return memory_saver().free(device, reinterpret_cast<torpor::DeviceAddress>(address)); });
+      code_of([&] { return memory_saver().free_soon(device, reinterpret_cast<torpor::DeviceAddress>(address)); });
   if (code != 0)
     torpor::log().error("memory was not freed: {}", torpor::last_error);  // the caller has no way to hear of it
 }

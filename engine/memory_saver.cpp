@@ -71,15 +71,34 @@ Result<DeviceAddress> MemorySaver::allocate(int device, uint64_t bytes) {
   return memory->allocate(tag_of(scope), std::to_string(++devices_[device].allocations), bytes);
 }
 
-Status MemorySaver::free(int device, DeviceAddress address) {
-  const MutexLock lock(mutex_);
+Result<RankMemory*> MemorySaver::find(int device) const {
   const auto found = devices_.find(device);
   if (found == devices_.end() || found->second.memory == nullptr) {
     return Error{.code = Code::kNotFound,
                  .what = fmt::format("nothing was allocated on device {}", device),
                  .next_step = "free what was allocated here"};
   }
-  return found->second.memory->free(address);
+  return found->second.memory.get();
+}
+
+Status MemorySaver::free(int device, DeviceAddress address) {
+  const MutexLock lock(mutex_);
+  TORPOR_ASSIGN_OR_RETURN(RankMemory* const memory, find(device));
+  return memory->free(address);
+}
+
+Status MemorySaver::free_soon(int device, DeviceAddress address) {
+  const MutexLock lock(mutex_);
+  TORPOR_ASSIGN_OR_RETURN(RankMemory* const memory, find(device));
+  return memory->free_soon(address);
+}
+
+void MemorySaver::free_left() {
+  for (const auto& [ordinal, device] : devices_) {
+    if (device.memory == nullptr || !device.memory->same_process()) continue;
+    const MutexLock lock(device.memory->mutex());
+    device.memory->free_left();
+  }
 }
 
 uint64_t MemorySaver::trim(int device, std::span<const DeviceAddress> addresses) {
@@ -194,6 +213,7 @@ std::vector<std::string> MemorySaver::kept(const std::vector<std::string>& tags,
 Result<TagMove> MemorySaver::sleep(const std::vector<std::string>& tags,
                                    const std::optional<std::vector<std::string>>& keep, CleanCheck clean) {
   const MutexLock lock(mutex_);
+  free_left();
   return each("sleep", tags, RegionState::kAttached, [&](RankMemory& memory, const std::vector<std::string>& selected) {
     return TagSleep(memory).sleep(selected, kept(selected, keep), clean);
   });
@@ -201,6 +221,7 @@ Result<TagMove> MemorySaver::sleep(const std::vector<std::string>& tags,
 
 Result<TagMove> MemorySaver::wake(const std::vector<std::string>& tags) {
   const MutexLock lock(mutex_);
+  free_left();
   return each("wake", tags, RegionState::kDetached, [](RankMemory& memory, const std::vector<std::string>& selected) {
     return TagSleep(memory).wake(selected);
   });

@@ -45,6 +45,8 @@ class MemorySaver {
   Result<DeviceAddress> allocate(int device, uint64_t bytes);  // in the current scope
   // Free an allocation of this device.
   Status free(int device, DeviceAddress address);
+  // The same for a caller that cannot try again: if it fails now, a later free, sleep or wake frees it.
+  Status free_soon(int device, DeviceAddress address);
   // Give the memory of unused allocations back to the device. Their addresses stay reserved until free(), and must not
   // be touched. Return the bytes given back. A failure is logged and leaves the allocation as it was; the next call
   // tries again. Addresses that were not allocated here, or whose tag is falling asleep or waking, are ignored.
@@ -79,6 +81,8 @@ class MemorySaver {
     uint64_t allocations = 0;  // made so far; the number names the next one
   };
   Result<RankMemory*> find_or_make(int device, const MakeMemory& make) TORPOR_REQUIRES(mutex_);
+  Result<RankMemory*> find(int device) const TORPOR_REQUIRES(mutex_);
+  void free_left() TORPOR_REQUIRES(mutex_);  // what free_soon() left
   static std::vector<std::string> kept(const std::vector<std::string>& tags,
                                        const std::optional<std::vector<std::string>>& keep);
   // Do `work` on each device with those of its tags that are in the state `wanted`. `operation`: its name in events;

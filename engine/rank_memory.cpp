@@ -11,6 +11,7 @@
 #include <fmt/core.h>
 
 #include "base/free_memory.h"
+#include "base/log.h"
 #include "base/units.h"
 #include "engine/phases.h"
 #include "engine/tags.h"
@@ -20,6 +21,11 @@ namespace {
 
 // Saved pieces are rounded up to pages, which adds at most one byte to this many.
 constexpr uint64_t kSlack = 64;
+
+// Whether a sleep or a wake of the region runs.
+bool moves(RegionState state) {
+  return state == RegionState::kSaving || state == RegionState::kAttaching || state == RegionState::kRestoring;
+}
 
 // Return the bytes of a line "Name:   1234 kB" of /proc/self/status; 0 if there is none.
 uint64_t process_bytes(std::string_view name) {
@@ -160,6 +166,37 @@ Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_vie
 Status RankMemory::free(DeviceAddress address) {
   TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
+  free_left();
+  return free_now(address);
+}
+
+Status RankMemory::free_soon(DeviceAddress address) {
+  TORPOR_RETURN_IF_ERROR(same_process());
+  const MutexLock lock(mutex_);
+  free_left();
+  left_.reserve(left_.size() + 1);
+  Status freed = free_now(address);
+  if (freed || freed.error().code == Code::kNotFound) return freed;
+  left_.push_back(address);
+  if (freed.error().code == Code::kFailedPrecondition) return ok();
+  log().warn("memory that was freed stays with the device for now: {}", freed.error());
+  return ok();
+}
+
+void RankMemory::free_left() noexcept {
+  const auto is_gone = [&](DeviceAddress address) TORPOR_REQUIRES(mutex_) {
+    const std::optional<RegionInfo> region = allocator_->region_at(address);
+    if (region && moves(region->state)) return false;
+    const Status freed = free_now(address);
+    return freed || freed.error().code == Code::kNotFound;
+  };
+  (void)try_catch([&]() TORPOR_REQUIRES(mutex_) -> Status {
+    std::erase_if(left_, is_gone);
+    return ok();
+  });
+}
+
+Status RankMemory::free_now(DeviceAddress address) {
   const std::optional<RegionInfo> region = allocator_->region_at(address);
   if (region) steps_->before_free(*region);
   TORPOR_RETURN_IF_ERROR(allocator_->free(address));

@@ -96,6 +96,9 @@ class RankMemory {
   // Free a region. If it has weights or KV blocks, a checkpoint that is being written ends. Errors: those of
   // SleepAllocator::free().
   Status free(DeviceAddress address);
+  // The same for a caller that cannot try again. What cannot be freed now is freed later: at the end of an order, or
+  // when something is freed, falls asleep or wakes.
+  Status free_soon(DeviceAddress address);
   // Give the memory of a region that is not in use back to the device. Its addresses stay reserved until free();
   // sleeps, wakes and ledgers ignore it from then on. Return the bytes given back. A checkpoint that is being written
   // ends, as by free(). Errors: those of SleepAllocator::trim().
@@ -146,6 +149,7 @@ class RankMemory {
 
   // --- for RankService and TagSleep ---
   RankSteps& steps() TORPOR_REQUIRES(mutex_) { return *steps_; }
+  void free_left() noexcept TORPOR_REQUIRES(mutex_);  // what free_soon() left
   void fill(RankLedger& ledger) const TORPOR_REQUIRES(mutex_);
   RegionImages& images() TORPOR_REQUIRES(mutex_) { return *images_; }
   const SleepAllocator& allocator() const { return *allocator_; }
@@ -156,6 +160,7 @@ class RankMemory {
 
  private:
   RankMemory(std::unique_ptr<DeviceMemory> device, RankMemoryOptions options);
+  Status free_now(DeviceAddress address) TORPOR_REQUIRES(mutex_);
   void forget(const RegionInfo& region) TORPOR_REQUIRES(mutex_);  // after the region was freed or trimmed
   void publish(const RankLedger& ledger) const noexcept;
 
@@ -176,6 +181,7 @@ class RankMemory {
   std::unique_ptr<RankSteps> steps_ TORPOR_PT_GUARDED_BY(mutex_);
   uint64_t kv_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;  // of the regions
   uint64_t other_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
+  std::vector<DeviceAddress> left_ TORPOR_GUARDED_BY(mutex_);  // by free_soon()
 };
 
 }  // namespace torpor

@@ -8,6 +8,7 @@ namespace torpor {
 template <class Order>
 Result<Bytes> RankService::answer(const Order& order) {
   TORPOR_ASSIGN_OR_RETURN(typename Order::Reply reply, memory_.steps().carry_out(order));
+  memory_.free_left();
   if constexpr (requires { reply.ledger; }) memory_.fill(reply.ledger);
   return encode_reply<Order>(reply);
 }

@@ -2,9 +2,12 @@
 #include "engine/memory_saver.h"
 
 #include <cstring>
+#include <functional>
 
 #include "allocator/host_device.h"
 #include "base/units.h"
+#include "tests/support/faulty_device.h"
+#include "tests/support/rank_call.h"
 #include "tests/support/results.h"
 
 namespace torpor {
@@ -17,8 +20,11 @@ class MemorySaverTest : public ::testing::Test {
   static std::byte* at(DeviceAddress address) {
     return reinterpret_cast<std::byte*>(address);  // NOLINT(performance-no-int-to-ptr)
   }
-  MemorySaver memory_{[](int ordinal) -> Result<std::unique_ptr<RankMemory>> {
-    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<DeviceMemory> device, make_host_device({.capacity_bytes = 64 * kMiB}));
+  test::FaultyDevice* device_ = nullptr;  // the newest
+  MemorySaver memory_{[this](int ordinal) -> Result<std::unique_ptr<RankMemory>> {
+    TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<DeviceMemory> host, make_host_device({.capacity_bytes = 64 * kMiB}));
+    auto device = std::make_unique<test::FaultyDevice>(std::move(host));
+    device_ = device.get();
     return RankMemory::create(std::move(device), linux_file_system(), {.rank = ordinal, .handle_bytes = 2 * kMiB});
   }};
 };
@@ -99,6 +105,43 @@ TEST_F(MemorySaverTest, WeightsOfWhichAPartWasTrimmedAreNotTakenForTheNamedOnes)
   const std::string named = value_of(rank.weights_digest());
   ASSERT_EQ(memory_.trim(0, std::vector{replaced}), 2 * kMiB);
   EXPECT_NE(value_of(rank.weights_digest()), named);  // and does not read what is not there
+}
+
+TEST_F(MemorySaverTest, WhatASleepOrTheDeviceRefusesToFreeIsFreedLater) {
+  const auto allocate = [&] { return value_of(memory_.allocate(0, 2 * kMiB)); };
+  const std::vector<std::string> tags{"default"};
+  const DeviceAddress used = allocate();
+  const DeviceAddress first = allocate();
+  RankMemory& rank = *value_of(memory_.memory_of(0));
+  const auto held = [&] { return rank.ledger().tags.at("default").region_bytes; };
+  value_of(test::call_rank(rank, orders::Save{.tags = tags}));
+  EXPECT_FAILS(memory_.free(0, first), Code::kFailedPrecondition, "is saving");  // who can try again hears of it
+  ASSERT_SUCCEEDS(memory_.free_soon(0, first));
+  EXPECT_EQ(held(), 4 * kMiB);
+  value_of(test::call_rank(rank, orders::Detach{.tags = tags}));
+  EXPECT_EQ(held(), 2 * kMiB);
+  EXPECT_EQ(value_of(memory_.wake({})).physical_bytes, 2 * kMiB);
+
+  const std::vector<std::function<void()>> later{
+      [&] { ASSERT_SUCCEEDS(memory_.free(0, allocate())); },
+      [&] { ASSERT_SUCCEEDS(memory_.sleep({})); },
+      [&] { ASSERT_SUCCEEDS(memory_.wake({})); },
+  };
+  DeviceAddress left = allocate();
+  for (const auto& call : later) {
+    device_->fail_at(1);  // a capture, say
+    ASSERT_SUCCEEDS(memory_.free_soon(0, left));
+    EXPECT_EQ(held(), 4 * kMiB);
+    device_->fail_at(0);
+    call();
+    EXPECT_EQ(held(), 2 * kMiB);
+    left = allocate();
+  }
+  ASSERT_SUCCEEDS(memory_.free(0, left));
+  EXPECT_FAILS(memory_.free_soon(0, first), Code::kNotFound, "no region");
+  EXPECT_EQ(value_of(memory_.sleep({})).copied_bytes, 2 * kMiB);
+  ASSERT_SUCCEEDS(memory_.wake({}));
+  ASSERT_SUCCEEDS(memory_.free_soon(0, used));
 }
 
 TEST_F(MemorySaverTest, ABackupOnDiskIsRefusedByName) {

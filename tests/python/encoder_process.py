@@ -2,7 +2,8 @@
 """A process of the tests: an engine whose model has no KV cache sleeps and wakes, also with requests that wait.
 
 Takes the folder of the tiny model, for its tokenizer, and an empty one. Prints each embedding, before and after, and
-why a checkpoint is refused.
+why a checkpoint is refused. On the GPU path it sleeps without its requests, and prints why a sleep with them is
+refused.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+import gpu_path
 from feature_models import encoder
 from vllm import LLM, PoolingParams
 
@@ -23,7 +25,8 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     model = encoder(directory / "encoder", tokenizer_from)
     options = {"torpor": {"checkpoint_dir": str(directory / "store")}}
-    llm = LLM(str(model), dtype="float32", enforce_eager=True, max_num_seqs=8, additional_config=options)
+    more = {"gpu_memory_utilization": 0.2} if gpu_path.active() else {}
+    llm = LLM(str(model), dtype="float32", enforce_eager=True, max_num_seqs=8, additional_config=options, **more)
     engine = llm.llm_engine
 
     def embed() -> list:
@@ -36,6 +39,19 @@ def main() -> None:
         return [done[str(number)] for number in range(len(TEXTS))]
 
     result = {"before": embed(), "after": [], "tags": [], "refused": []}
+    if gpu_path.active():
+        from gpu_path import pools
+
+        try:
+            llm.sleep(preserve_state=True)
+        except Unsupported as problem:
+            result["refused"].append(str(problem))
+        llm.sleep(level=1)
+        result["tags"].append(llm.torpor.state().tags)
+        llm.wake_up()
+        result |= {"after": [embed()], "misused": pools.misused()}
+        print("RESULT " + json.dumps(result), flush=True)
+        return
     for level in (1, 2):
         for number, text in enumerate(TEXTS):
             engine.add_request(str(number), text, PoolingParams(task="embed"))

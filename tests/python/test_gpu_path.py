@@ -73,6 +73,52 @@ def test_a_sleep_with_a_batch_in_flight_equals_a_pause(one, steps):
     assert one.llm.torpor.state().recomputed_tokens == 0
 
 
+@pytest.mark.skipif(not gpu_path.pretends_cuda(), reason="a CPU has no pools")
+def test_what_torch_gives_back_around_a_sleep_is_neither_saved_nor_kept(one):
+    """A whole pool, and a segment of one that is in use otherwise; before the sleep, and while it saves."""
+    import torch
+    from gpu_path import pools
+
+    from torpor import memory
+
+    def held() -> int:
+        return memory.ledger()[0]["tags"]["runtime"]["region_bytes"]
+
+    def fresh(mebibytes: int) -> torch.Tensor:
+        return torch.ones(mebibytes << 20, dtype=torch.uint8)
+
+    worker = one.core.model_executor.driver_worker.worker
+    answers = one.begin(9)
+    for released in (worker.torpor_settle, worker.torpor_release_derived):
+        memory.release_unused()
+        before = held()
+        with memory.region("runtime"):
+            unused, used = [fresh(3)], fresh(1)
+        with memory.region("runtime"):
+            unused.append(fresh(3))
+
+        def letting_go(released=released, unused=unused):
+            unused.clear()
+            return released()
+
+        setattr(worker, released.__name__, letting_go)
+        try:
+            one.llm.sleep(level=1, preserve_state=True)
+        finally:
+            delattr(worker, released.__name__)
+        kept = 1 << 20 if released.__name__ == "torpor_settle" else 4 << 20  # torch asks once for a segment's memory
+        assert held() - before == kept, released.__name__
+        pools.fill_cache(1 << 20)
+        answers |= one.stopped()
+        one.llm.wake_up()
+        assert not pools.cached()
+        assert used.eq(1).all()
+        del used
+        memory.release_unused()
+        assert held() == before
+    assert one.finish(answers) == one.expected
+
+
 def test_no_output_of_a_batch_in_flight_is_lost_or_comes_twice(one):
     expected = {(name, choice[0]): choice[1] for name, value in one.expected.items() for choice in value[1]}
     for steps in (3, 20):

@@ -20,7 +20,10 @@ copied only where a digest differs.
 from __future__ import annotations
 
 import ctypes
+import gc
+import inspect
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -32,7 +35,11 @@ if TYPE_CHECKING:
     import torch
 
 _allocator: torch.cuda.memory.CUDAPluggableAllocator | None = None
+_lock = threading.RLock()  # an object that Python's collector ends may call in here again
 _retired: dict[str, list[torch.cuda.MemPool]] = {}  # by tag: pools that something may still be in use of
+_allocating = 0  # how many allocating() there are now, in all threads
+_capturing = 0  # how many of them are captures of a graph
+_postponed = False  # whether a pool would have ended if nobody had been allocating
 
 
 @contextmanager
@@ -54,14 +61,14 @@ def region(tag: str, keep: bool = True) -> Iterator[torch.cuda.MemPool]:
     in use otherwise. While you keep the MemPool, or a graph that was captured into it, torch may hand its segments out
     again, so they stay. Keep no id of a MemPool that you do not keep.
 
-    Raises Unsupported where torch has no GPU.
+    Raises Unsupported where torch has no GPU, or is older than 2.11.
     """
     import torch
 
     pool = new_pool()
     release_unused(tag)
     try:
-        with scope(tag, keep), torch.cuda.use_mem_pool(pool):
+        with scope(tag, keep), allocating(), torch.cuda.use_mem_pool(pool):
             yield pool
     finally:
         retire(pool, tag)
@@ -69,37 +76,77 @@ def region(tag: str, keep: bool = True) -> Iterator[torch.cuda.MemPool]:
         release_unused(tag)
 
 
+@contextmanager
+def allocating(capturing: bool = False) -> Iterator[None]:
+    """Around each use_mem_pool() and each capture of a graph: no pool of torpor ends meanwhile.
+
+    torch ends the process if a pool ends while any thread allocates from one. capturing: nothing is given back at all,
+    as the wait for the device that comes before would spoil the capture.
+    """
+    global _allocating, _capturing
+    with _lock:
+        _allocating += 1
+        _capturing += capturing
+    try:
+        yield
+    finally:
+        with _lock:
+            _allocating -= 1
+            _capturing -= capturing
+            due = _postponed and _allocating == 0
+        if due:
+            release_unused()
+
+
 def retire(pool: torch.cuda.MemPool, tag: str) -> None:
     """Keep a pool, from which nothing more is allocated, until nothing of it is in use. tag: of its region.
 
     A MemPool object must not end before: vLLM keeps its own for https://github.com/pytorch/pytorch/issues/146431.
     """
-    _retired.setdefault(tag, []).append(pool)
+    with _lock:
+        _retired.setdefault(tag, []).append(pool)
 
 
 def release_unused(tag: str | None = None) -> None:
     """Give memory of retired pools of which nothing is in use back to the device. tag: of its pools alone.
 
-    A pool of which nothing is in use ends. Of the others each segment of which nothing is in use loses its memory and
-    leaves its tag; torch keeps the addresses until the pool ends. torch's cache is emptied too; with `tag` only if that
-    tag has retired pools.
+    A pool of which nothing is in use ends; if a region is active, in any thread, then at the end of the last one. Of
+    the others each segment of which nothing is in use loses its memory and leaves its tag; torch keeps the addresses
+    until the pool ends. torch's cache is emptied too; with `tag` only if that tag has retired pools. Does nothing while
+    a graph is captured in this thread, or by torpor in another one.
     """
+    global _postponed
     import torch
 
     if tag is not None and tag not in _retired:
         return
     if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():  # a capture forbids it
         return
-    for each in [tag] if tag is not None else list(_retired):
-        used = [pool for pool in _retired.pop(each) if _is_used(pool)]  # the end of the others frees them
-        try:
-            for at in range(len(used)):
-                if _is_left(used, at):
-                    _trim(used[at])
-        finally:
-            if used:
-                _retired.setdefault(each, []).extend(used)  # another thread may have retired some meanwhile
+    with _lock:
+        if _capturing:
+            _postponed = True
+            return
+        if tag is None:
+            _postponed = False
+        for each in [tag] if tag is not None else list(_retired):
+            _release(each)
     torch.cuda.empty_cache()
+
+
+def _release(tag: str) -> None:
+    global _postponed
+    pools = _retired.get(tag, [])
+    unused = [at for at, pool in enumerate(pools) if not _is_used(pool)]
+    if _allocating:
+        _postponed = _postponed or bool(unused)
+    else:
+        for at in reversed(unused):
+            del pools[at]  # its end frees its memory
+    for at in range(len(pools)):
+        if _is_left(pools, at):
+            _trim(pools[at])
+    if not pools:
+        _retired.pop(tag, None)
 
 
 def _is_used(pool: torch.cuda.MemPool) -> bool:
@@ -130,13 +177,17 @@ def _trim(pool: torch.cuda.MemPool) -> None:
 def new_pool() -> torch.cuda.MemPool:
     """A torch.cuda.MemPool whose memory is of the scope that its allocations are made in. Give it to retire() at last.
 
-    Raises Unsupported where torch has no GPU.
+    Raises Unsupported where torch has no GPU, or is older than 2.11.
     """
     global _allocator
     import torch
 
     if not torch.cuda.is_available():
         raise Unsupported("torch has no GPU here", "use scope() and allocate() with TORPOR_MEMORY_DEVICE=host")
+    if "include_traces" not in inspect.signature(torch.cuda.MemPool.snapshot).parameters:
+        raise Unsupported(
+            f"torch {torch.__version__} cannot say cheaply what of a pool is in use", "install 2.11 or newer"
+        )
     if _allocator is None:
         _allocator = pluggable_allocator()
         # It never ends: pools have a bare pointer to it, and may end later than it when the interpreter does.
@@ -178,9 +229,21 @@ def sleep(*tags: str, keep: tuple[str, ...] | None = None, check: bool = False) 
 def wake(*tags: str) -> dict:
     """Fresh memory under the old addresses, with what was saved. `tags` none: all that sleeps.
 
-    Returns bytes and seconds as sleep() does. Raises NotEnoughRoom if the device has too little; all sleeps on then.
+    torch's cache is emptied before, as somebody may have computed meanwhile. Returns bytes and seconds as sleep() does.
+    Raises NotEnoughRoom if the device has too little; all sleeps on then.
     """
+    make_room()
     return _core.memory_wake(list(tags))
+
+
+def make_room() -> None:
+    """Give memory that torch keeps unused back to the device. Does nothing where release_unused() does not."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return
+    if not _capturing and not torch.cuda.is_current_stream_capturing():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def plan_sleep(*tags: str, keep: tuple[str, ...] | None = None) -> dict:

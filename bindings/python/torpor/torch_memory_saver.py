@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_TAG = "default"
 _DISTRIBUTION = "torpor-torch-memory-saver"
+_NO_TAG = ""  # whose retired pools are torch's own
 _WITHOUT_BACKUP = " (not kept)"  # how the ledger names what of a tag comes back without content
 
 
@@ -54,7 +55,8 @@ class TorchMemorySaver:
         key = (tag, enable_cpu_backup, torch.cuda.current_device() if torch.cuda.is_available() else -1)
         if key not in self._pools:
             self._pools[key] = memory.new_pool()
-        with memory.scope(tag, keep=enable_cpu_backup), torch.cuda.use_mem_pool(self._pools[key]):
+        pool = self._pools[key]
+        with memory.scope(tag, keep=enable_cpu_backup), memory.allocating(), torch.cuda.use_mem_pool(pool):
             yield
 
     @contextmanager
@@ -64,8 +66,14 @@ class TorchMemorySaver:
             raise Unsupported("the pool of disable() cannot be kept", "leave dispose_mem_pool_after_use at True")
         import torch
 
-        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
-            yield
+        pool = torch.cuda.MemPool()
+        try:
+            with memory.allocating(), torch.cuda.use_mem_pool(pool):
+                yield
+        finally:
+            memory.retire(pool, _NO_TAG)
+            del pool
+            memory.release_unused(_NO_TAG)
 
     def pause(self, tag: str | None = None) -> None:
         """Gives back what was allocated under `tag`, or all that is not paused. Nothing if that tag has no memory.
@@ -99,7 +107,7 @@ class TorchMemorySaver:
 
         own = memory.new_pool()
         captured = torch.cuda.graph(cuda_graph, pool=own.id, stream=stream, capture_error_mode=capture_error_mode)
-        with memory.scope(tag, keep=enable_cpu_backup), captured:
+        with memory.scope(tag, keep=enable_cpu_backup), memory.allocating(capturing=True), captured:
             yield
 
     @property

@@ -3,8 +3,9 @@
 
 A pool takes segments from torpor and divides them. What is freed stays in its segment, and is given out again in the
 same pool only. torpor gets the segments back when the MemPool object ends. It must not end while something of it is in
-use, or while a graph is captured: some versions of torch then free memory that tensors have. Memory that is given out
-again has the content that it had before; what torpor took meanwhile is an invalid address then, and the process ends.
+use, or while a graph is captured: some versions of torch then free memory that tensors have. Nor may it end while any
+thread allocates from a pool: torch then ends the process. Memory that is given out again has the content that it had
+before; what torpor took meanwhile is an invalid address then, and the process ends.
 
 The sizes are torch's divided by 16, because the models are small: several tensors share a segment, and a tag has
 several segments.
@@ -20,6 +21,7 @@ import itertools
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -33,24 +35,28 @@ _ROUND = 128 << 10  # a larger block has a segment of its own, of a multiple of 
 
 _pools: weakref.WeakValueDictionary[tuple[int, int], _PrivatePool] = weakref.WeakValueDictionary()
 _misused: list[str] = []  # what nobody may do; what is asked next fails with it
+_cached: list[int] = []  # addresses
 _active = threading.local()  # .pools: of this thread, the innermost last
 _lock = threading.RLock()  # a tensor may be freed at any allocation
 
 
 def install() -> None:
-    stock_available = torch.cuda.is_available
-
-    def is_available() -> bool:
-        asks = sys._getframe(1).f_globals.get("__name__", "")
-        return asks.split(".")[0] == "torpor" or stock_available()
-
-    torch.cuda.is_available = is_available
+    torch.cuda.is_available = _true_to_torpor(torch.cuda.is_available)
+    torch.cuda.is_initialized = _true_to_torpor(torch.cuda.is_initialized)
     torch.cuda.is_current_stream_capturing = lambda: bool(getattr(_active, "captures", 0))
     torch.cuda.MemPool = MemPool
     torch.cuda.use_mem_pool = use_mem_pool
     torch.cuda.empty_cache = empty_cache
     torch.accelerator.empty_cache = empty_cache
     torch.cuda.memory.CUDAPluggableAllocator = PluggableAllocator
+
+
+def _true_to_torpor(stock: Callable[[], bool]) -> Callable[[], bool]:
+    def answer() -> bool:
+        asks = sys._getframe(1).f_globals.get("__name__", "")
+        return asks.split(".")[0] == "torpor" or stock()
+
+    return answer
 
 
 class PluggableAllocator:
@@ -64,8 +70,8 @@ class PluggableAllocator:
 class MemPool:
     """As torch has it: the object keeps what was freed in its pool."""
 
-    def __init__(self, allocator: PluggableAllocator):
-        self._pool = _PrivatePool()
+    def __init__(self, allocator: PluggableAllocator | None = None):
+        self._pool = _PrivatePool(own=allocator is not None)
         weakref.finalize(self, _PrivatePool.end, self._pool).atexit = False
 
     @property
@@ -78,6 +84,10 @@ class MemPool:
 
     def snapshot(self, include_traces: bool = True) -> list[dict]:
         return self._pool.snapshot()
+
+
+def misused() -> list[str]:
+    return _misused
 
 
 def alive() -> list[_PrivatePool]:
@@ -105,6 +115,23 @@ def captured(pool_id: tuple[int, int]):
 def empty_cache() -> None:
     assert not getattr(_active, "captures", 0), "the cache is emptied while a graph is captured"
     assert not _misused, _misused
+    from torpor import memory
+
+    while _cached:
+        memory.free(_cached.pop())
+
+
+def fill_cache(size: int) -> None:
+    """As if somebody had computed: torch keeps so many bytes of the device that nothing uses."""
+    from torpor import memory
+
+    with memory.scope("torch's own"):
+        _cached.append(memory.allocate(size))
+
+
+def cached() -> int:
+    """How many allocations torch keeps so."""
+    return len(_cached)
 
 
 @contextmanager
@@ -113,9 +140,11 @@ def _into(pool: _PrivatePool):
     with nullcontext() if stack else _Allocating():  # one is enough: the innermost pool has what is allocated
         stack.append(pool)
         pool.users += 1
+        pool.allocating += 1
         try:
             yield
         finally:
+            pool.allocating -= 1
             pool.users -= 1
             stack.pop()
 
@@ -164,12 +193,24 @@ class _Segment:
         return {"device": 0, "address": self.address} | sizes | {"blocks": blocks}
 
 
+def _give_back(segment: _Segment) -> None:
+    """As torch does: it hears of no failure, and forgets the segment."""
+    from torpor import _core
+
+    free = ctypes.CDLL(_core.__file__).torpor_torch_free
+    free.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+    free(segment.address, segment.size, 0, None)
+
+
 class _PrivatePool:
     _numbers = itertools.count(1)
 
-    def __init__(self):
+    def __init__(self, own: bool):
         self.id = (0, next(self._numbers))
         self.users = 0  # beside its MemPool
+        self.allocating = 0  # those of them that allocate from it now
+        self._own = own  # its memory is torpor's; else torch's
+        self._torchs: dict[int, ctypes.Array] = {}  # torch's, by address
         self._segments: list[_Segment] = []
         self._freed: collections.deque[int] = collections.deque()  # addresses
         _pools[self.id] = self
@@ -184,19 +225,26 @@ class _PrivatePool:
 
     def take(self, size: int) -> tuple[int, bool]:
         """An address, and whether its memory was never used."""
-        from torpor import memory
-
         assert not _misused, _misused
         with _lock:
             whole = _SMALL_SEGMENT if size <= _SMALL else _MEDIUM_SEGMENT if size <= _MEDIUM else _rounded(size, _ROUND)
             for segment in self.segments:
                 if segment.size == whole and (address := segment.take(size)) is not None:
                     return address, False
-            segment = _Segment(memory.allocate(whole), whole)
+            segment = _Segment(self._allocate(whole), whole)
             self._segments.append(segment)
             address = segment.take(size)
             assert address is not None
             return address, True
+
+    def _allocate(self, size: int) -> int:
+        from torpor import memory
+
+        if self._own:
+            return memory.allocate(size)
+        buffer = (ctypes.c_char * size)()
+        self._torchs[ctypes.addressof(buffer)] = buffer
+        return ctypes.addressof(buffer)
 
     def give(self, address: int) -> None:
         """Called wherever Python frees a tensor, so perhaps in the middle of take()."""
@@ -204,16 +252,17 @@ class _PrivatePool:
 
     def end(self) -> None:
         """Called when the MemPool object has ended, where an exception would reach nobody."""
-        from torpor import memory
-
         with _lock:
             if getattr(_active, "captures", 0):
                 _misused.append("a pool ended while a graph was captured")
+            if any(pool.allocating for pool in alive()):
+                _misused.append("a pool ended while one was allocated from")
             if used := sum(each.allocated_size for each in self.segments):
                 _misused.append(f"a pool ended with {used} bytes in use")
                 return
-            for segment in self._segments:
-                memory.free(segment.address)
+            for segment in self._segments if self._own else ():
+                _give_back(segment)
+            self._torchs = {}
             self._segments = []
 
     def snapshot(self) -> list[dict]:

@@ -50,7 +50,7 @@ class TorporAllocator:
         """
         if self._graph_pool is None:
             self._graph_pool = memory.new_pool()
-        with memory.scope("cudagraph"):
+        with memory.scope("cudagraph"), memory.allocating(capturing=True):
             yield self._graph_pool.id
 
     def release_pools(self) -> None:

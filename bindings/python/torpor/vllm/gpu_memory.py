@@ -127,6 +127,10 @@ class GpuWorkerMemory(WorkerMemory):
             raise Unsupported(f"the KV cache lies in {len(addresses)} allocations", "switch gpu_preserve_state off")
         self.rank_memory.set_kv_layout("kv_cache", kv_layout.to_value(kv_cache_config, addresses.pop()))
 
+    def release_unused(self) -> None:
+        gc.collect()
+        memory.release_unused()
+
     def keep_derived(self) -> None:
         """Do nothing: what release_derived() saves is device memory, which a sleep has to release."""
 
@@ -136,8 +140,7 @@ class GpuWorkerMemory(WorkerMemory):
         # Without memory, or half restored by a wake that could not be undone, they are as they were saved before.
         if state in ("attached", "saving") or (state == "restoring" and not self._saved):
             self._save_derived()
-        gc.collect()
-        memory.release_unused()
+        self.release_unused()
 
     def _save_derived(self) -> None:
         written = {_storage(parameter) for parameter in self._model.parameters()}  # with new weights
@@ -146,6 +149,10 @@ class GpuWorkerMemory(WorkerMemory):
         tensors = {id(tensor): tensor for tensor in (*own, *self._preserved())}.values()
         self._saved = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
         self._weights_left = False
+
+    def make_room(self) -> None:
+        if "detached" in self.rank_memory.states().values():
+            memory.make_room()
 
     def note_order(self) -> None:
         """Copy back what release_derived() saved once the weights are back, before somebody loads new ones."""

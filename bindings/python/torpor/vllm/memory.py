@@ -78,6 +78,12 @@ class CpuWorkerMemory(WorkerMemory):
     def close(self) -> None:
         """The regions go with the RankMemory, which is this worker's own."""
 
+    def release_unused(self) -> None:
+        """Do nothing: nothing keeps memory of a region that nobody uses."""
+
+    def make_room(self) -> None:
+        """Do nothing: torch keeps no memory of a CPU that it does not use."""
+
     def note_order(self) -> None:
         """Parameters and buffers need nothing: buffers stay where they are, parameters are always saved."""
 

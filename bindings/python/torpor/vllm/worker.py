@@ -136,6 +136,7 @@ class WorkerMixin(Stock):
         if getattr(self.model_runner, "kv_caches", None) and not getattr(self, "_torpor_kv_described", False):
             memory.describe_kv(self.model_runner)
             self._torpor_kv_described = True
+        memory.make_room()
         reply = memory.rank_memory.call(order)
         memory.note_order()
         return reply
@@ -184,6 +185,7 @@ class WorkerMixin(Stock):
         self._pp_send_work: list = []
         _runner(self).settle(self.model_runner)
         self.synchronize_device()
+        self.torpor_memory.release_unused()
 
     def torpor_describe(self) -> dict:
         """What of this process can change tokens, and what torpor must know of its runner."""

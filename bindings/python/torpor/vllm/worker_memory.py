@@ -29,6 +29,9 @@ class WorkerMemory(Protocol):
     def close(self) -> None:
         """The engine has ended: give its memory back."""
 
+    def make_room(self) -> None:
+        """Before an order: it may wake tags, and somebody may have computed in this process while they slept."""
+
     def note_order(self) -> None:
         """An order of the controller was carried out: tags may have left the device, or be back."""
 
@@ -43,6 +46,9 @@ class WorkerMemory(Protocol):
 
     def elsewhere(self, model: torch.nn.Module) -> list[str]:
         """Parameters that a sleep would neither free nor save."""
+
+    def release_unused(self) -> None:
+        """Before a sleep: give back what nobody uses, so that it is not saved."""
 
     def keep_derived(self) -> None:
         """The next release_derived() frees nothing that can stay in host memory as it is. A GPU has nothing of that."""
