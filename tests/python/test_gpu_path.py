@@ -97,9 +97,9 @@ def test_what_torch_gives_back_around_a_sleep_is_neither_saved_nor_kept(one):
         with memory.region("runtime"):
             unused.append(fresh(3))
 
-        def letting_go(released=released, unused=unused):
+        def letting_go(*arguments, released=released, unused=unused):
             unused.clear()
-            return released()
+            return released(*arguments)
 
         setattr(worker, released.__name__, letting_go)
         try:

@@ -139,10 +139,14 @@ class VllmHooks:
             side = connector_sleep.side_of(self.scheduler)
             if side is not None and connector_sleep.is_alone(self.scheduler):
                 connector_sleep.finish_transfers(self.core, side)
-            self._rpc("torpor_settle")
+            self._rpc("torpor_settle", self._frees_memory())
         except BaseException:
             self.resume()
             raise
+
+    def _frees_memory(self) -> bool:
+        """Whether a sleep is under way that frees any. A checkpoint does not, and the engine soon goes on."""
+        return self.falling_asleep is not None and self.falling_asleep.get("level", 1) > 0
 
     def frees_kv(self) -> bool:
         """Whether the sleep under way frees the KV cache. True if none is: what is unregistered is registered again."""

@@ -136,7 +136,8 @@ class WorkerMixin(Stock):
         if getattr(self.model_runner, "kv_caches", None) and not getattr(self, "_torpor_kv_described", False):
             memory.describe_kv(self.model_runner)
             self._torpor_kv_described = True
-        memory.make_room()
+        if _core.order_name(order) == "restore":
+            memory.make_room()
         reply = memory.rank_memory.call(order)
         memory.note_order()
         return reply
@@ -178,14 +179,15 @@ class WorkerMixin(Stock):
     def torpor_rebuild_derived(self) -> None:
         self.torpor_memory.rebuild_derived()
 
-    def torpor_settle(self) -> None:
+    def torpor_settle(self, falls_asleep: bool = False) -> None:
         """After the last batch in flight: what this worker still sends or waits for is done."""
         for handle in self._pp_send_work:  # to the next stage of a pipeline
             handle.wait()
         self._pp_send_work: list = []
         _runner(self).settle(self.model_runner)
         self.synchronize_device()
-        self.torpor_memory.release_unused()
+        if falls_asleep:
+            self.torpor_memory.release_unused()
 
     def torpor_describe(self) -> dict:
         """What of this process can change tokens, and what torpor must know of its runner."""
