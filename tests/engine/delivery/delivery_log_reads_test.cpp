@@ -85,6 +85,39 @@ TEST_F(DeliveryLogTest, AResponseIsDroppedWholeAndOnlyWhenAllOfItHasEnded) {
   EXPECT_FALSE(answers->was_dropped("both", "")) << "it is begun again";
 }
 
+TEST_F(DeliveryLogTest, TheChoicesOfACallGrowTooOldTogether) {
+  DeliveryLogOptions few = options();
+  few.keep_seconds = 10;
+  auto answers = open(few);
+  for (const int choice : {0, 1}) {
+    Answer answer = asked(std::to_string(choice), "both", "", choice);
+    answer.call = 7;
+    ASSERT_TRUE(succeeded(answers->start(answer)));
+  }
+  Answer earlier = asked("earlier", "both");  // the client used its id before
+  earlier.call = 6;
+  ASSERT_TRUE(succeeded(answers->start(earlier)));
+  ASSERT_TRUE(succeeded(answers->step({ended("0", 0), ended("earlier", 0)})));
+  for (const bool opened_again : {false, true}) {
+    clock_.advance(std::chrono::seconds(11));
+    ASSERT_TRUE(succeeded(answers->rotate()));
+    if (opened_again) {
+      answers.reset();
+      answers = open(few);
+    } else {
+      ASSERT_TRUE(succeeded(answers->start(asked("next"))));
+    }
+    EXPECT_EQ(answers->find("both", ""), (std::vector<std::string>{"0", "1"}));
+    EXPECT_FALSE(answers->get("earlier"));
+  }
+  ASSERT_TRUE(succeeded(answers->step({ended("1", 0)})));
+  clock_.advance(std::chrono::seconds(11));
+  ASSERT_TRUE(succeeded(answers->rotate()));
+  ASSERT_TRUE(succeeded(answers->start(asked("after"))));
+  EXPECT_TRUE(answers->find("both", "").empty());
+  EXPECT_EQ(answers->counts().ended, 0U);
+}
+
 TEST_F(DeliveryLogTest, OneThatWasAbortedIsNoAnswerThatWasGiven) {
   DeliveryLogOptions none = options();
   none.keep_bytes = 1;
