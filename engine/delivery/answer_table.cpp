@@ -19,10 +19,26 @@ size_t offset_of(std::string_view text, uint32_t index) {
   return at;
 }
 
+uint64_t text_bytes(const Value& value) {
+  const auto* const text = std::get_if<std::string>(&value.data);
+  return text == nullptr ? 0 : text->size();
+}
+
+// Return the bytes of an ended answer. Clients choose the lengths of its ids, too, so each copy of them counts.
 uint64_t size_of(const Answer& answer) {
-  return sizeof(Answer) + answer.text.size() +
-         (answer.request.prompt_token_ids.size() + answer.request.output_token_ids.size() + answer.text_ends.size()) *
-             sizeof(int32_t);
+  const RequestState& request = answer.request;
+  uint64_t bytes = sizeof(Answer) + answer.text.size() + text_bytes(answer.stop_reason);
+  bytes += (request.prompt_token_ids.size() + request.output_token_ids.size() + answer.text_ends.size() +
+            request.sampling.stop_token_ids.size()) *
+           sizeof(int32_t);
+  bytes += 4 * request.id.size();                                // also in order_, answers_ and by_response_
+  bytes += 2 * (answer.response.size() + answer.tenant.size());  // also in by_response_
+  for (const std::string& stop : request.sampling.stop) bytes += sizeof(stop) + stop.size();
+  if (request.cache_salt) bytes += request.cache_salt->size();
+  if (const auto* front = std::get_if<Dict>(&answer.front.data)) {
+    for (const auto& [name, value] : *front) bytes += text_bytes(value);
+  }
+  return bytes;
 }
 
 // Drop what only a request that runs needs, and a client may have made large.

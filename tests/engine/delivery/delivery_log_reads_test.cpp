@@ -118,6 +118,30 @@ TEST_F(DeliveryLogTest, TheChoicesOfACallGrowTooOldTogether) {
   EXPECT_EQ(answers->counts().ended, 0U);
 }
 
+// A client chooses the lengths of its ids, and of some fields of a request.
+TEST_F(DeliveryLogTest, TheBudgetCountsAllTextsThatAnEndedAnswerKeeps) {
+  const std::string long_text(10'000, 'x');
+  std::vector<Answer> all(5, asked("1"));
+  all[0].request.id += long_text;
+  all[1].response += long_text;
+  all[2].request.cache_salt = long_text;
+  all[3].request.sampling.stop = {long_text};
+  all[4].front = Value{Dict{{std::string(kEchoField), Value{long_text}}}};
+  for (const Answer& each : all) {
+    DeliveryLogOptions small = options();
+    small.directory.clear();
+    small.keep_bytes = 8'000;
+    const auto answers = open(small);
+    ASSERT_TRUE(succeeded(answers->start(asked("plain"))));
+    ASSERT_TRUE(succeeded(answers->step({ended("plain", 0)})));
+    ASSERT_TRUE(succeeded(answers->start(each)));
+    EXPECT_EQ(answers->dropped(), 0U);
+    ASSERT_TRUE(succeeded(answers->step({ended(each.request.id, 0)})));
+    ASSERT_TRUE(succeeded(answers->start(asked("next"))));
+    EXPECT_EQ(answers->dropped(), 2U);
+  }
+}
+
 TEST_F(DeliveryLogTest, OneThatWasAbortedIsNoAnswerThatWasGiven) {
   DeliveryLogOptions none = options();
   none.keep_bytes = 1;
