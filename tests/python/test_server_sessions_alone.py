@@ -201,6 +201,22 @@ def test_of_several_answers_of_one_name_the_one_that_runs_is_meant():
         assert made.sessions._running("x") == ["runs"]
 
 
+def test_hibernated_requests_are_named_by_their_image_too():
+    async def scene():
+        made = Made()
+        for tenant in ("alice", "bob"):
+            made.answer(tenant, "chatcmpl-x", f"of-{tenant}")
+            made.image(f"image-{tenant}", f"of-{tenant}")
+        await made.sessions._look()
+        for caller in (ALICE, ADMIN):
+            with called_by(caller):
+                assert made.sessions._running("image-alice") == ["of-alice"]
+        with called_by(BOB), pytest.raises(NotFound):
+            made.sessions._running("image-alice")
+
+    run(scene())
+
+
 def test_the_admin_does_not_take_one_tenants_image_for_anothers():
     async def scene():
         made = Made()

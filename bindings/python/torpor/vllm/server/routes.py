@@ -471,7 +471,7 @@ def routes() -> APIRouter:
     ) -> Response:
         """Make requests that go on from where this one is. Their answers are at `/torpor/requests/CHILD`.
 
-        session: the `X-Request-Id` of a request, the `id` of its response, or the id of an image.
+        session: the `X-Request-Id` of a request that runs, or the `id` of its response.
         n: number of requests to make.
         at: how many of the output tokens they have; all, if it is left out; 0: only the prompt.
         seeds: a seed for each of them, or `parent` for one that draws as the parent does.

@@ -364,7 +364,8 @@ class Sessions:
     # --- names ---
 
     def _running(self, name: str) -> list[str]:
-        """Return vLLM's ids of the unfinished choices of an answer of this caller, by any of its names."""
+        """Return vLLM's ids of the unfinished choices of an answer of this caller, by any of its names, or by the image
+        that has them."""
         server, caller = self._server, caller_of_call.get()
         running = server.engine.output_processor.request_states
         names = set(names_of(name))
@@ -377,10 +378,16 @@ class Sessions:
             known = (server.log.answers.find(each, caller.tenant) for each in names_of(name))
             unfinished = ([each for each in ids if each in running] for ids in known)
             found = next(filter(None, unfinished), [])
+        found = found or self._hibernated_in(name)
         if not found:
             what = f"there is no unfinished request {name}: it was never begun here, is not yours, or has ended"
             raise NotFound(what, "name it by its X-Request-Id, or by the id of its response")
         return found
+
+    def _hibernated_in(self, image: str) -> list[str]:
+        """Return vLLM's ids of the requests of the image of this id, if it is this caller's."""
+        requests = [each for each in self.away() if self._away[each] == image]
+        return requests if requests and self._is_mine({"requests": requests}) else []
 
     def _image_of(self, requests: Iterable[str]) -> str | None:
         """Return the image that has the hibernated ones of these requests, or None."""
