@@ -336,3 +336,14 @@ def test_positions_of_a_pruned_video_are_what_a_new_process_would_lose(mrope):
     batch = SimpleNamespace(logitsprocs=SimpleNamespace(all=[]))
     runner = SimpleNamespace(input_batch=batch, is_multimodal_pruning_enabled=True, uses_mrope=mrope)
     assert runner_v1.lost_in_a_new_process(runner) == ["pruned videos (video_pruning_rate)"] * mrope
+
+
+def test_no_call_of_a_session_waits_for_steps_during_an_update_of_the_weights():
+    scheduler = SimpleNamespace(connector=None, requests={})
+    hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler)
+    controller = SimpleNamespace(state=lambda: {"engine": "awake", "tags": {}})
+    updates = weight_updates.Updates(SimpleNamespace(controller=controller, hooks=hooks))
+    side = SimpleNamespace(controller=controller, hooks=hooks, updates=updates, _check_awake=lambda: None)
+    updates.begin({"update": "a", "labelled": False})
+    with pytest.raises(errors.WrongState, match="is under way"):
+        engine_core.EngineSide.session_call(side, {"verb": "demote"})

@@ -352,6 +352,7 @@ class EngineSide:
 
     def session_call(self, options: dict) -> dict:
         self._check_awake()
+        self.updates.check_none()  # no step is taken meanwhile, and the answer comes with steps
         return residency.call(self.hooks.scheduler, options)
 
     def session_answer(self, options: dict) -> dict:
