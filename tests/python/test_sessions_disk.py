@@ -22,6 +22,8 @@ from test_sessions import (  # noqa: F401  the fixtures are used by name
     unfinished,
 )
 
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import RequestStatus
 
 from torpor import _core, errors
@@ -199,6 +201,31 @@ def test_an_engine_that_ends_leaves_its_images_and_a_sleep_that_aborts_does_not(
     one.llm.wake_up()
     one.engine.abort_request(unfinished(one))
     idle(one)
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE])
+def test_a_choice_that_was_aborted_meanwhile_is_missed_by_nobody(one, kind):  # noqa: F811
+    params = SamplingParams(n=2, seed=3, temperature=1.0, max_tokens=9, ignore_eos=True, output_kind=kind)
+    one.engine.add_request("both", "Write a poem:", params)
+    run(one.engine, 4)
+    left = one.llm.torpor.hibernate("both", to="disk")
+    processor = one.engine.output_processor
+    first = next(each for each in processor.request_states if each.startswith("0_"))
+    one.engine.engine_core.abort_requests(processor.abort_requests([first], internal=True))
+    copy = one.directory / "images" / "copied"
+    shutil.copytree(left.path, copy)
+    one.engine.abort_request(["both"])
+    one.llm.torpor.resume(copy)
+    outputs = [output for output in _steps(one, 30) if output.finished]
+    assert [each.request_id for each in outputs] == ["both"]
+    ended = {choice.index: (len(choice.token_ids), choice.finish_reason) for choice in outputs[0].outputs}
+    assert ended[1] == (9, "length") and ended.get(0, (0, "abort")) == (0, "abort")
+    assert not processor.parent_requests
+    idle(one)
+
+
+def _steps(one, count: int) -> list:  # noqa: F811
+    return [output for _ in range(count) for output in one.engine.step()]
 
 
 @pytest.mark.parametrize("file", ["MANIFEST", "STATE", "chunks-r0", "refs-r0"])

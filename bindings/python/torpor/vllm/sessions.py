@@ -276,6 +276,7 @@ class Sessions:
                 raise WrongState(f"this engine has a request {known[0]} of its own", "resume the image elsewhere")
             made = [(item, self.made(item)) for item in items]
             outputs = dict(state["outputs"])
+            outputs["ended"] = [each for each in outputs["requests"] if each["id"] in gone]
             outputs["requests"] = [each for each in outputs["requests"] if each["id"] not in gone]
         except BaseException:
             images.put_back(image)
