@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from inspector import look
@@ -512,6 +514,38 @@ def test_the_claim_that_comes_too_late_ends_what_it_admitted(one, monkeypatch): 
     assert unfinished(one) == ["seeded"] and used(one) == 0
     same(one.finish(answers), {"seeded": one.expected["seeded"]})
     idle(one)
+
+
+def test_who_cancels_a_call_that_takes_an_image_has_its_requests():
+    """The engine core does it all the same, and the image is on disk no more."""
+
+    async def scene() -> tuple[list[str], bool]:
+        begins, ends, did = asyncio.Event(), asyncio.Event(), []
+
+        class Side:
+            engine = SimpleNamespace(output_processor=SimpleNamespace(external_req_ids={}))
+
+            async def call(self, method: str, options: dict) -> None:
+                begins.set()
+                await ends.wait()
+                did.append(method)
+
+            def take(self, *_) -> None:
+                did.append("take")
+
+            def taken(self, *_) -> None:
+                did.append("taken")
+
+        summary = {"outputs": {"requests": [{"external_id": "a"}]}}
+        task = asyncio.create_task(session_calls._take(Side(), summary, {"call": "a call"}))
+        await begins.wait()
+        task.cancel()
+        await asyncio.sleep(0)
+        ends.set()
+        await asyncio.wait([task])
+        return did, task.cancelled()
+
+    assert asyncio.run(scene()) == (["take", "end_portable", "taken"], True)
 
 
 def test_an_image_is_no_checkpoint_and_a_checkpoint_is_no_image(one):  # noqa: F811
