@@ -295,6 +295,8 @@ class Sessions:
         except BaseException:
             self.end_portable(keep=False)
             raise
+        self._forget_gone(images)
+        self.drawn_seeds &= {*self._scheduler.requests, *self.held()}
         self._epochs[image], self._paths[image] = self._hooks.kv_epoch, path
         return {
             "id": image, "path": path, "requests": {item["id"]: len(item["output_token_ids"]) for item in items},
