@@ -347,3 +347,25 @@ def test_no_call_of_a_session_waits_for_steps_during_an_update_of_the_weights():
     updates.begin({"update": "a", "labelled": False})
     with pytest.raises(errors.WrongState, match="is under way"):
         engine_core.EngineSide.session_call(side, {"verb": "demote"})
+
+
+def test_a_pause_that_aborts_ends_hibernated_requests_by_their_ids(core):
+    ended = []
+
+    class Sessions:
+        def held(self):
+            return {"hibernated": 3}
+
+    def finish_requests(requests, _):
+        ended.append(requests)
+        return []
+
+    core.scheduler = SimpleNamespace(finish_requests=finish_requests, set_pause_state=lambda _: None)
+    hooks = VllmHooks.__new__(VllmHooks)
+    hooks.core, hooks.scheduler, hooks.sessions = core, core.scheduler, Sessions()
+    hooks.keep_draining = lambda: None
+    core.torpor_side, core._finish_pause = SimpleNamespace(hooks=hooks), lambda _: None
+    for mode in ("keep", "abort"):
+        core.pause_scheduler(mode)
+    core.pause_scheduler()  # vLLM's default aborts
+    assert ended == [["hibernated"], None] * 2

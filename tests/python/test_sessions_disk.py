@@ -205,6 +205,16 @@ def test_an_engine_that_ends_leaves_its_images_and_a_sleep_that_aborts_does_not(
     idle(one)
 
 
+def test_a_pause_that_aborts_leaves_no_image(one):  # noqa: F811
+    one.begin(5, ["greedy"])
+    one.llm.torpor.hibernate("greedy", to="disk")
+    one.core.pause_scheduler("abort")
+    one.core.resume_scheduler()
+    assert images_in(one) == [] and one.llm.torpor.hibernated() == []
+    one.engine.abort_request(unfinished(one))
+    idle(one)
+
+
 @pytest.mark.parametrize("kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE])
 def test_a_choice_that_was_aborted_meanwhile_is_missed_by_nobody(one, kind):  # noqa: F811
     params = SamplingParams(n=2, seed=3, temperature=1.0, max_tokens=9, ignore_eos=True, output_kind=kind)
