@@ -162,7 +162,7 @@ def test_a_choice_has_its_number_also_where_another_one_is_gone(two_choices):
 
         life = made.server
         life.sessions, life.model, life.log = made.sessions, "m", SimpleNamespace(answers=two_choices, more=more)
-        event = [each async for each in routes._events(life, ["1_x"], [0], False, [""])][0]
+        event = await anext(routes._events(life, ["1_x"], [0], False, [""]))
         assert json.loads(event.split("data: ")[1])["choices"][0]["index"] == 1
         assert event.startswith("id: 0,1\n")
         starts = routes.numbers("4,3", routes.places(life, ["1_x"]))
