@@ -128,6 +128,19 @@ class Engine:
         self.one.llm.torpor.resume(left.id)
         return self.end(answers) | {"waits": waits}
 
+    def are_aborted_by_a_sleep(self) -> dict:
+        """What host memory has then, with nothing preempted and with one request."""
+        asleep = []
+        for waits in (False, True):
+            self.begin(0)
+            answers = self.until_one_is_away() if waits else {}
+            self.one.llm.sleep(level=1, mode="abort")
+            [ledger] = self.one.llm.torpor.ledger()
+            asleep.append(ledger.arena_used_bytes)
+            self.one.llm.wake_up()
+            self.one.engine.abort_request(list(REQUESTS))  # vLLM does not tell the front end of a core in its process
+        return self.end(answers) | {"asleep": asleep}
+
     def sleep(self) -> dict:
         answers = self.begin(0)
         answers |= self.until_one_is_away()

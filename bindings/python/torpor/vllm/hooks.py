@@ -333,6 +333,8 @@ class VllmHooks:
             connector_sleep.take_back_loaded(self.scheduler)
         with connector_sleep.tiers_kept(self.scheduler):
             self._pause("abort" if mode == "abort" else "keep")
+        if self.sessions is not None:
+            self.sessions.send_drops()  # no step comes while it sleeps
         if self.falling_asleep is not None and self.frees_kv():
             self.other_connector.unregister()
 

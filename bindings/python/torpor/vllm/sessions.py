@@ -107,6 +107,11 @@ class Sessions:
             self._hooks.call_ranks(drops[0])
             del drops[0]
 
+    def send_drops(self) -> None:
+        """As _send_drops(), if any request was in an image."""
+        if self._images is not None:
+            self._send_drops(self.begun()[1])
+
     def _forget_gone(self, images: _core.RequestImages) -> None:
         known = {each["id"] for each in images.summaries()}
         for of_images in (self._epochs, self._makers, self._recomputed, self._paths):
