@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from vllm import SamplingParams
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -182,6 +183,7 @@ def test_choices_that_have_ended_move_with_the_others(two_choices, monkeypatch):
     monkeypatch.setattr(of_server.frontend.AsyncSide, "capture", lambda *_: dict(stock))
     monkeypatch.setattr(of_server.frontend.AsyncSide, "take", lambda *_: None)
     outputs = ServerSide(here, None).capture(["1_x"])
+    outputs = msgspec.msgpack.decode(msgspec.msgpack.encode(outputs))  # they go through the engine core's process
     taker = ServerSide(SimpleNamespace(engine=engine, log=there, tenants_id="t"), None)
     for _ in range(2):  # it may have come before
         taker.take(Report(outputs=outputs))

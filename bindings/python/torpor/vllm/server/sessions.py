@@ -613,8 +613,9 @@ class ServerSide(frontend.AsyncSide):
 
 def _ended_answer(answer: dict) -> dict:
     """Return what another server is to have of a choice that has ended. `answer`: as the log has it."""
-    names = ("response", "tenant", "choice", "request", "front", "text", "state", "finish_reason", "stop_reason")
-    return {name: answer[name] for name in names}
+    names = ("response", "tenant", "choice", "front", "text", "state", "finish_reason", "stop_reason")
+    tokens = {name: list(answer["request"][name]) for name in ("prompt_token_ids", "output_token_ids")}
+    return {name: answer[name] for name in names} | {"request": dict(answer["request"]) | tokens}
 
 
 def _answer_of(item: dict) -> dict:
