@@ -54,6 +54,7 @@ Result<std::string> StoredImages::write(const std::string& id, uint64_t bytes, E
   written_.insert_or_assign(id, pending.writing().id);
   if (const Result<std::string> committed = pending.commit(); !committed) {
     Error error = committed.error();
+    written_.erase(id);
     if (!pending.withdraw() && !pending.withdraw())
       error.what +=
           fmt::format("; the image may be left at {}, where another engine could take it", store_.path_of(id));
@@ -110,6 +111,7 @@ Status StoredImages::take(const std::string& id) {
   if (held == held_.end()) return ok();
   TORPOR_RETURN_IF_ERROR(held->second.take());
   held_.erase(held);
+  written_.erase(id);
   return ok();
 }
 
@@ -140,6 +142,7 @@ std::optional<Bytes> StoredImages::release(const std::string& request) {
   if (!done && done.error().code != Code::kNotFound)
     log().warn("request {} of the image {} has ended, and is still on disk: {}", request, store_.path_of(id),
                done.error());
+  if (order) written_.erase(id);
   return order;
 }
 
@@ -149,6 +152,7 @@ std::vector<std::string> StoredImages::forget(const std::string& id) {
     for (const RequestImages::Request& request : (*image)->requests) requests.push_back(request.state.id);
   }
   for (const std::string& request : requests) (void)images_.release(request);
+  written_.erase(id);
   return requests;
 }
 

@@ -19,10 +19,26 @@ size_t offset_of(std::string_view text, uint32_t index) {
   return at;
 }
 
+uint64_t text_bytes(const Value& value) {
+  const auto* const text = std::get_if<std::string>(&value.data);
+  return text == nullptr ? 0 : text->size();
+}
+
+// Return the bytes of an ended answer. Clients choose the lengths of its ids, too, so each copy of them counts.
 uint64_t size_of(const Answer& answer) {
-  return sizeof(Answer) + answer.text.size() +
-         (answer.request.prompt_token_ids.size() + answer.request.output_token_ids.size() + answer.text_ends.size()) *
-             sizeof(int32_t);
+  const RequestState& request = answer.request;
+  uint64_t bytes = sizeof(Answer) + answer.text.size() + text_bytes(answer.stop_reason);
+  bytes += (request.prompt_token_ids.size() + request.output_token_ids.size() + answer.text_ends.size() +
+            request.sampling.stop_token_ids.size()) *
+           sizeof(int32_t);
+  bytes += 4 * request.id.size();                                // also in order_, answers_ and by_response_
+  bytes += 2 * (answer.response.size() + answer.tenant.size());  // also in by_response_
+  for (const std::string& stop : request.sampling.stop) bytes += sizeof(stop) + stop.size();
+  if (request.cache_salt) bytes += request.cache_salt->size();
+  if (const auto* front = std::get_if<Dict>(&answer.front.data)) {
+    for (const auto& [name, value] : *front) bytes += text_bytes(value);
+  }
+  return bytes;
 }
 
 // Drop what only a request that runs needs, and a client may have made large.
@@ -49,6 +65,10 @@ AnswerPart end_of(const Answer& answer) {
 size_t hash_of(std::string_view response, std::string_view tenant) {
   const std::hash<std::string_view> hash;
   return hash(response) * 31 + hash(tenant);
+}
+
+size_t hash_of_call(const Answer& answer) {
+  return hash_of(answer.response, answer.tenant) * 31 + std::hash<uint64_t>{}(answer.call);
 }
 
 Error no_answer(const std::string& id) {
@@ -204,17 +224,32 @@ void AnswerTable::apply(AnswerStep& step, Answer& answer) {
   ended_bytes_ += size_of(answer);
 }
 
-bool AnswerTable::too_old(const Answer& answer, double now) const {
+bool AnswerTable::is_past(const Answer& answer, double now) const {
   return answer.state != AnswerState::kRunning && now - answer.ended > keep_seconds_;
+}
+
+std::unordered_set<std::string> AnswerTable::too_old(double now) const {
+  std::unordered_set<std::string> old;
+  for (const auto& [id, answer] : answers_) {
+    if (is_past(answer, now)) old.insert(id);
+  }
+  if (old.empty()) return old;
+  std::unordered_set<size_t> kept;  // hashes of calls; one that is like another's keeps that a while longer
+  for (const auto& [id, answer] : answers_) {
+    if (!is_past(answer, now)) kept.insert(hash_of_call(answer));
+  }
+  std::erase_if(old, [&](const std::string& id) { return kept.contains(hash_of_call(answers_.at(id))); });
+  return old;
 }
 
 void AnswerTable::forget_old(double now) {
   while (!drops_.empty() && now - drops_.front().second > keep_seconds_) forget_oldest_drop();
-  std::erase_if(order_, [&](const std::string& id) {
-    if (!too_old(answers_.at(id), now)) return false;
-    take_out(id);
-    return true;
-  });
+  try {
+    const std::unordered_set<std::string> old = too_old(now);
+    for (const std::string& id : old) take_out(id);
+  } catch (const std::bad_alloc&) {}  // the rest is forgotten next time
+  if (order_.size() > answers_.size())
+    std::erase_if(order_, [&](const std::string& id) { return !answers_.contains(id); });
   if (over_budget()) drop_oldest();
 }
 
@@ -272,8 +307,8 @@ void AnswerTable::forget(const std::string& id) {
 
 void AnswerTable::take_out(const std::string& id) {
   const Answer& answer = answers_.at(id);
-  ended_bytes_ -= size_of(answer);
   const auto [first, last] = by_response_.equal_range(std::pair(answer.tenant, answer.response));
+  ended_bytes_ -= size_of(answer);
   by_response_.erase(std::find_if(first, last, [&](const auto& entry) { return entry.second == id; }));
   answers_.erase(id);
 }

@@ -13,6 +13,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -48,7 +49,9 @@ class AnswerTable {
   Result<std::vector<Answer*>> prepare(const std::vector<AnswerStep>& steps);
   void apply(AnswerStep& step, Answer& answer);  // `answer`: from prepare(); allocates nothing
 
-  bool too_old(const Answer& answer, double now) const;
+  // Return the ids of ended answers that are too old. The choices of one call become so together: a reader tells them
+  // apart by their places.
+  std::unordered_set<std::string> too_old(double now) const;
   bool over_budget() const { return ended_bytes_ > keep_bytes_; }
   // Remove ended answers that are too old, then the oldest ended ones while the table is over its budget.
   void forget_old(double now);
@@ -66,6 +69,7 @@ class AnswerTable {
     size_t operator()(std::string_view id) const noexcept { return std::hash<std::string_view>{}(id); }
   };
 
+  bool is_past(const Answer& answer, double now) const;  // of this choice alone
   void drop_oldest();
   std::vector<std::string> of_response(const Answer& answer) const;  // ids of all choices of all its calls
   void remember_drop(const Answer& answer, size_t choices);

@@ -181,9 +181,9 @@ Result<std::shared_ptr<DeliveryLogFile>> DeliveryLog::write_beside() {
   std::vector<std::string> ids;  // in their order
   {
     const MutexLock lock(mutex_);
-    const double now = clock_.unix_seconds();
+    const std::unordered_set<std::string> old = answers_.too_old(clock_.unix_seconds());
     for (const std::string& id : answers_.ids()) {
-      if (!answers_.too_old(*answers_.get(id), now)) ids.push_back(id);
+      if (!old.contains(id)) ids.push_back(id);
     }
     rotation_->written.reserve(ids.size());
     forget_ = true;

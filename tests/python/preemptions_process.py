@@ -75,7 +75,6 @@ class Engine:
         after = self.preempted()
         while self.core.scheduler.has_requests():
             self.one.engine.step()
-        [ledger] = self.one.llm.torpor.ledger()
         return {
             "same": {name: alike(found.get(name), self.expected[name]) for name in REQUESTS},
             "preempted": self.times,
@@ -83,8 +82,13 @@ class Engine:
             # Tokens that were computed more than once.
             "again": self.scheduled - sum(len(REQUESTS[name][0]["prompt_token_ids"]) + 89 for name in REQUESTS),
             "images": self.one.llm.torpor.call("images"),
-            "used": ledger.arena_used_bytes - sum(tag.backup_host_bytes for tag in ledger.tags.values()),
+            "used": self.used(),
         }
+
+    def used(self) -> int:
+        """Bytes of host memory of images."""
+        [ledger] = self.one.llm.torpor.ledger()
+        return ledger.arena_used_bytes - sum(tag.backup_host_bytes for tag in ledger.tags.values())
 
     def until_one_is_away(self) -> dict:
         answers: dict = {}
@@ -110,6 +114,32 @@ class Engine:
         answers |= self.until_one_is_away()
         self.one.llm.reset_prefix_cache()  # the KV of before is not used again
         return self.end(answers)
+
+    def lose_their_kv_and_are_hibernated(self) -> dict:
+        """The scheduler has looked at the request since its KV may be used no more, and has no blocks for it."""
+        answers = self.begin(0)
+        answers |= self.until_one_is_away()
+        [image] = self.one.llm.torpor.call("images")
+        [away] = image["requests"]
+        self.core.reset_prefix_cache()
+        answers |= run(self.one.engine, 1)
+        waits = away in self.core.scheduler.connector.admissions.requests
+        left = self.one.llm.torpor.hibernate(away.rsplit("-", 1)[0])
+        self.one.llm.torpor.resume(left.id)
+        return self.end(answers) | {"waits": waits}
+
+    def are_aborted_by_a_sleep(self) -> dict:
+        """What host memory has then, with nothing preempted and with one request."""
+        asleep = []
+        for waits in (False, True):
+            self.begin(0)
+            answers = self.until_one_is_away() if waits else {}
+            self.one.llm.sleep(level=1, mode="abort")
+            [ledger] = self.one.llm.torpor.ledger()
+            asleep.append(ledger.arena_used_bytes)
+            self.one.llm.wake_up()
+            self.one.engine.abort_request(list(REQUESTS))  # vLLM does not tell the front end of a core in its process
+        return self.end(answers) | {"asleep": asleep}
 
     def sleep(self) -> dict:
         answers = self.begin(0)

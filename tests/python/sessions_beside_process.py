@@ -4,6 +4,7 @@
 Prints what became of each scenario.
 """
 
+import copy
 import json
 import sys
 import tempfile
@@ -106,6 +107,26 @@ class Engine:
         same = all(alike(found[child], self.expected["greedy"]) for child in forked.children)
         return {"reset": reset, "free": free, "same": same}
 
+    def sessions_of_what_is_never_looked_up(self) -> dict:
+        """Of each session, how many bytes torpor's tiers know of it, and whether they can be demoted."""
+        if connector_sleep.side_of(self.core.scheduler) is None:
+            return {}
+        _, greedy = REQUESTS["greedy"]
+        for name in ("resumed", "forked", "logprobs"):
+            params = copy.copy(greedy)
+            params.prompt_logprobs = 1 if name == "logprobs" else None
+            prompt = {"prompt_token_ids": [len(name) + 3 * i for i in range(100)]}
+            self.one.engine.add_request(name, prompt, params, session_id=name)
+        run(self.one.engine, 4)
+        left = self.torpor.hibernate("resumed")
+        self.torpor.fork("forked", 1)
+        self.one.engine.abort_request(["forked"])
+        self.torpor.resume(left.id)
+        run(self.one.engine)
+        known = {each.id: each.bytes for each in self.torpor.sessions.known()}
+        names = ("resumed", "forked", "logprobs")
+        return {name: [known.get(name, 0) > 0, self.torpor.sessions[name].demote().outcome] for name in names}
+
     def is_reset_during_a_prefetch(self) -> dict:
         """Nobody but a session's load has blocks of the device then. Of torpor's connector alone."""
         if (side := connector_sleep.side_of(self.core.scheduler)) is None:
@@ -136,7 +157,7 @@ def main(model: Path, torpor: dict, transfer: dict | None) -> dict:
         names = (
             "leaves_and_comes_back", "comes_back_at_once", "comes_back_during_transfers_of_others", "goes_to_disk",
             "forks", "loses_its_kv_before_children_run", "is_reset_during_a_prefetch",
-            "ends_while_away",
+            "sessions_of_what_is_never_looked_up", "ends_while_away",
         )  # fmt: skip
         result |= scenarios.play(engine, names)
         try:

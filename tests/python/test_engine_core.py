@@ -336,3 +336,36 @@ def test_positions_of_a_pruned_video_are_what_a_new_process_would_lose(mrope):
     batch = SimpleNamespace(logitsprocs=SimpleNamespace(all=[]))
     runner = SimpleNamespace(input_batch=batch, is_multimodal_pruning_enabled=True, uses_mrope=mrope)
     assert runner_v1.lost_in_a_new_process(runner) == ["pruned videos (video_pruning_rate)"] * mrope
+
+
+def test_no_call_of_a_session_waits_for_steps_during_an_update_of_the_weights():
+    scheduler = SimpleNamespace(connector=None, requests={})
+    hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler)
+    controller = SimpleNamespace(state=lambda: {"engine": "awake", "tags": {}})
+    updates = weight_updates.Updates(SimpleNamespace(controller=controller, hooks=hooks))
+    side = SimpleNamespace(controller=controller, hooks=hooks, updates=updates, _check_awake=lambda: None)
+    updates.begin({"update": "a", "labelled": False})
+    with pytest.raises(errors.WrongState, match="is under way"):
+        engine_core.EngineSide.session_call(side, {"verb": "demote"})
+
+
+def test_a_pause_that_aborts_ends_hibernated_requests_by_their_ids(core):
+    ended = []
+
+    class Sessions:
+        def held(self):
+            return {"hibernated": 3}
+
+    def finish_requests(requests, _):
+        ended.append(requests)
+        return []
+
+    core.scheduler = SimpleNamespace(finish_requests=finish_requests, set_pause_state=lambda _: None)
+    hooks = VllmHooks.__new__(VllmHooks)
+    hooks.core, hooks.scheduler, hooks.sessions = core, core.scheduler, Sessions()
+    hooks.keep_draining = lambda: None
+    core.torpor_side, core._finish_pause = SimpleNamespace(hooks=hooks), lambda _: None
+    for mode in ("keep", "abort"):
+        core.pause_scheduler(mode)
+    core.pause_scheduler()  # vLLM's default aborts
+    assert ended == [["hibernated"], None] * 2

@@ -29,7 +29,10 @@ def played(zygote, model, torpor: dict, *names: str) -> dict:
 
 @pytest.fixture(scope="module")
 def result(zygote, tiny_model) -> dict:
-    names = ("preempt", "are_aborted", "get_new_weights", "sleep", "go_to_disk", "are_hibernated")
+    names = (
+        "preempt", "are_aborted", "get_new_weights", "lose_their_kv_and_are_hibernated", "are_aborted_by_a_sleep",
+        "sleep", "go_to_disk", "are_hibernated",
+    )  # fmt: skip
     return played(zygote, tiny_model, ON, *names)
 
 
@@ -71,6 +74,20 @@ def test_one_that_is_aborted_meanwhile_leaves_nothing(result):
 def test_its_kv_is_not_used_with_new_weights(result):
     of = result["get_new_weights"]
     assert same(of) and of["again"] > 50
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_one_whose_kv_is_used_no_more_can_leave(result):
+    of = result["lose_their_kv_and_are_hibernated"]
+    assert same(of) and of["waits"] and of["images"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_a_sleep_that_aborts_it_leaves_nothing_in_host_memory(result):
+    without, with_one = result["are_aborted_by_a_sleep"]["asleep"]
+    assert without == with_one
 
 
 @pytest.mark.slow

@@ -296,6 +296,35 @@ def test_a_request_moves_to_another_server_and_its_client_follows(server, other)
     played(server, lambda client: moved(client, other))
 
 
+def test_a_choice_that_has_ended_moves_with_the_others(server, other):
+    played(server, lambda client: moved_with_one_that_ended(client, other))
+
+
+async def moved_with_one_that_ended(client, other) -> None:
+    body = SAMPLING | {"model": "model", "prompt": [PROMPT, "Once upon a time"], "ignore_eos": True}
+    first, second = [each["text"] for each in (await client.http.post("/v1/completions", json=body)).json()["choices"]]
+    stop = next(each for at in range(5, 90) if (each := first[at : at + 3]) not in second)
+    named = {"X-Request-Id": "two"}
+    task = asyncio.create_task(client.http.post("/v1/completions", json=body | {"stop": stop}, headers=named))
+
+    async def choices(client) -> list[dict]:
+        answer = await client.get("/torpor/requests/two")
+        return answer.json()["choices"] if answer.status_code == 200 else []
+
+    async def one_has_ended() -> bool:
+        return [each["state"] for each in await choices(client.http)] == ["finished", "running"]
+
+    while not await one_has_ended():
+        await asyncio.sleep(0.005)
+    await done(client.admin, "/v1/sessions/two/move", to=other.url)
+    await task
+    async with http(other.url, ALICE) as there:
+        while (found := await choices(there))[1]["state"] == "running":
+            await asyncio.sleep(0.05)
+    assert [each["index"] for each in found] == [0, 1] and [each["text"] for each in found][1] == second
+    assert found[0]["finish_reason"] == "stop" and first.startswith(found[0]["text"])
+
+
 async def moved(client, other) -> None:
     expected = await whole(client, "expected")
     reading, task = begin(client, "moves", PROMPT)

@@ -4,23 +4,32 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import msgspec
 import pytest
+from vllm import SamplingParams
+from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.request import RequestStatus
 
+from torpor import _core
 from torpor.errors import Busy, InvalidArgument, NotFound, WrongState
 from torpor.vllm import connector_options, fork_calls, residency_calls, session_calls
 from torpor.vllm import sessions as in_the_core
 from torpor.vllm.engine_values import KnownSession, SessionAnswer
+from torpor.vllm.frontend import Report
+from torpor.vllm.scheduler_values import unstarted_request
 from torpor.vllm.server import moves, routes
 from torpor.vllm.server import sessions as of_server
 from torpor.vllm.server.access import Caller, caller_of_call
 from torpor.vllm.server.life import Server
-from torpor.vllm.server.sessions import Sessions, seeds_of
+from torpor.vllm.server.recorder import Recorder
+from torpor.vllm.server.sessions import ServerSide, Sessions, seeds_of
 from torpor.vllm.server.tasks import Tasks
+from torpor.vllm.values import sampling_to_value
 
 ALICE, BOB = Caller("alice"), Caller("bob")
 ADMIN = Caller("", is_admin=True, may_change=True)
@@ -69,7 +78,9 @@ class Made:
 
     def _get(self, request: str) -> dict | None:
         found = next((key for key, ids in self.answers.items() if request in ids), None)
-        return None if found is None else {"tenant": found[0], "response": found[1]}
+        if found is None:
+            return None
+        return {"tenant": found[0], "response": found[1], "choice": self.answers[found].index(request)}
 
     async def _call(self, method: str, options: dict | None = None) -> list[dict]:
         assert method == "images"
@@ -124,12 +135,88 @@ def test_who_reads_an_answer_that_moves_does_not_take_it_for_complete(moves):
     run(scene())
 
 
+@pytest.fixture
+def two_choices():
+    """A log with an answer of two choices, of which the first has ended."""
+    log = _core.DeliveryLog({"engine": {"model": "tiny"}})
+    sampling = sampling_to_value(SamplingParams(max_tokens=9))
+    for choice in (0, 1):
+        request = unstarted_request(f"{choice}_x", [1, 2, 3], sampling, 0.0)
+        of_call = {"response": "chatcmpl-x", "tenant": "alice", "choice": choice, "call": 7, "front": {"echo": "p"}}
+        log.start({"request": request} | of_call)
+    end = {"state": "finished", "finish_reason": "stop", "stop_reason": "."}
+    log.step([{"id": "0_x", "at": 0, "tokens": [4, 5], "text": "zero", **end}, _step("1_x", 0, [6], "one")])
+    return log
+
+
+def _step(request: str, at: int, tokens: list[int], text: str) -> dict:
+    return {"id": request, "at": at, "tokens": tokens, "text": text}
+
+
+def test_a_choice_has_its_number_also_where_another_one_is_gone(two_choices):
+    async def scene():
+        made = Made()
+        two_choices.step([_step("1_x", 1, [], "") | {"state": "finished", "finish_reason": "length"}])
+
+        async def more(*part) -> dict:
+            return two_choices.part(*part)
+
+        life = made.server
+        life.sessions, life.model, life.log = made.sessions, "m", SimpleNamespace(answers=two_choices, more=more)
+        event = await anext(routes._events(life, ["1_x"], [0], False, [""]))
+        assert json.loads(event.split("data: ")[1])["choices"][0]["index"] == 1
+        assert event.startswith("id: 0,1\n")
+        starts = routes.numbers("4,3", routes.places(life, ["1_x"]))
+        assert starts == [3] and routes.numbers("7", routes.places(life, ["0_x", "1_x"])) == [7, 7]
+        for few in ("4,", "x", ""):
+            with pytest.raises(InvalidArgument, match="no place in an answer of 2 choices"):
+                routes.numbers(few, [1])
+
+    run(scene())
+
+
+def test_choices_that_have_ended_move_with_the_others(two_choices, monkeypatch):
+    there = Recorder(OutputProcessor(None, log_stats=False), _core.DeliveryLog({"engine": {}}), False)
+    engine = SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
+    here = SimpleNamespace(engine=engine, log=SimpleNamespace(answers=two_choices), tenants_id="t")
+    stock = {"requests": [{"id": "1_x", "external_id": "chatcmpl-x"}], "parents": []}
+    monkeypatch.setattr(of_server.frontend.AsyncSide, "capture", lambda *_: dict(stock))
+    monkeypatch.setattr(of_server.frontend.AsyncSide, "take", lambda *_: None)
+    outputs = ServerSide(here, None).capture(["1_x"])
+    outputs = msgspec.msgpack.decode(msgspec.msgpack.encode(outputs))  # they go through the engine core's process
+    taker = ServerSide(SimpleNamespace(engine=engine, log=there, tenants_id="t"), None)
+    for _ in range(2):  # it may have come before
+        taker.take(Report(outputs=outputs))
+        taker.taken(outputs)
+    assert there.failures == 0 and there.answers.find("chatcmpl-x", "alice") == ["0_x"]
+    came, left = there.answers.get("0_x"), two_choices.get("0_x")
+    same = ("text", "state", "finish_reason", "stop_reason", "choice", "front")
+    assert [came[name] for name in same] == [left[name] for name in same]
+    assert list(came["request"]["output_token_ids"]) == [4, 5]
+
+
 def test_of_several_answers_of_one_name_the_one_that_runs_is_meant():
     made = Made()
     made.answer("alice", "chatcmpl-x", "ended", runs=False)
     made.answer("alice", "cmpl-x", "runs")
     with called_by(ALICE):
         assert made.sessions._running("x") == ["runs"]
+
+
+def test_hibernated_requests_are_named_by_their_image_too():
+    async def scene():
+        made = Made()
+        for tenant in ("alice", "bob"):
+            made.answer(tenant, "chatcmpl-x", f"of-{tenant}")
+            made.image(f"image-{tenant}", f"of-{tenant}")
+        await made.sessions._look()
+        for caller in (ALICE, ADMIN):
+            with called_by(caller):
+                assert made.sessions._running("image-alice") == ["of-alice"]
+        with called_by(BOB), pytest.raises(NotFound):
+            made.sessions._running("image-alice")
+
+    run(scene())
 
 
 def test_the_admin_does_not_take_one_tenants_image_for_anothers():

@@ -15,6 +15,7 @@ from vllm.config import KVTransferConfig
 
 from torpor import errors
 from torpor.vllm import configuration, slots
+from torpor.vllm.connector_scheduler import SchedulerSide
 from torpor.vllm.options import Options
 
 PROCESS = Path(__file__).parent / "sessions_beside_process.py"
@@ -53,6 +54,8 @@ def test_requests_leave_and_come_back_beside_other_connectors(result, kind):
     if kind == "torpors":
         assert result["loses_its_kv_before_children_run"] == {"reset": True, "free": True, "same": True}
         assert result["is_reset_during_a_prefetch"] == {"begun": True, "reset": True, "outcome": "accepted"}
+        sessions = result["sessions_of_what_is_never_looked_up"]
+        assert sessions == {name: [True, "accepted"] for name in ("resumed", "forked", "logprobs")}
     assert result["ends_while_away"] == {"same": True, "images": 0}
     if kind in ("offloading", "several"):  # it did its work meanwhile; of several, the first one loads
         assert result["counts"]["stored"] > 0 and (kind == "several" or result["counts"]["loaded"] > 0)
@@ -138,3 +141,11 @@ def test_the_console_stops_an_engine_whose_connectors_are_torpors(monkeypatch, t
     config = SimpleNamespace(kv_transfer_config=made, parallel_config=SimpleNamespace(data_parallel_size=1))
     slots.begin_control(SimpleNamespace(vllm_config=config))
     assert made.kv_connector == "MultiConnector" and operates == [transfer is None]
+
+
+def test_torpors_tiers_know_a_request_whose_blocks_are_never_looked_up():
+    side, known = SchedulerSide.__new__(SchedulerSide), []
+    side.core, side.adapters, side._has_lower = SimpleNamespace(know=known.append), None, False
+    request = SimpleNamespace(request_id="a", skip_reading_prefix_cache=True, lora_request=None)
+    side.queued(request)
+    assert known == [request]

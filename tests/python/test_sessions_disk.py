@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from inspector import look
@@ -22,6 +24,8 @@ from test_sessions import (  # noqa: F401  the fixtures are used by name
     unfinished,
 )
 
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import RequestStatus
 
 from torpor import _core, errors
@@ -199,6 +203,41 @@ def test_an_engine_that_ends_leaves_its_images_and_a_sleep_that_aborts_does_not(
     one.llm.wake_up()
     one.engine.abort_request(unfinished(one))
     idle(one)
+
+
+def test_a_pause_that_aborts_leaves_no_image(one):  # noqa: F811
+    one.begin(5, ["greedy"])
+    one.llm.torpor.hibernate("greedy", to="disk")
+    one.core.pause_scheduler("abort")
+    one.core.resume_scheduler()
+    assert images_in(one) == [] and one.llm.torpor.hibernated() == []
+    one.engine.abort_request(unfinished(one))
+    idle(one)
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE])
+def test_a_choice_that_was_aborted_meanwhile_is_missed_by_nobody(one, kind):  # noqa: F811
+    params = SamplingParams(n=2, seed=3, temperature=1.0, max_tokens=9, ignore_eos=True, output_kind=kind)
+    one.engine.add_request("both", "Write a poem:", params)
+    run(one.engine, 4)
+    left = one.llm.torpor.hibernate("both", to="disk")
+    processor = one.engine.output_processor
+    first = next(each for each in processor.request_states if each.startswith("0_"))
+    one.engine.engine_core.abort_requests(processor.abort_requests([first], internal=True))
+    copy = one.directory / "images" / "copied"
+    shutil.copytree(left.path, copy)
+    one.engine.abort_request(["both"])
+    one.llm.torpor.resume(copy)
+    outputs = [output for output in _steps(one, 30) if output.finished]
+    assert [each.request_id for each in outputs] == ["both"]
+    ended = {choice.index: (len(choice.token_ids), choice.finish_reason) for choice in outputs[0].outputs}
+    assert ended[1] == (9, "length") and ended.get(0, (0, "abort")) == (0, "abort")
+    assert not processor.parent_requests
+    idle(one)
+
+
+def _steps(one, count: int) -> list:  # noqa: F811
+    return [output for _ in range(count) for output in one.engine.step()]
 
 
 @pytest.mark.parametrize("file", ["MANIFEST", "STATE", "chunks-r0", "refs-r0"])
@@ -485,6 +524,38 @@ def test_the_claim_that_comes_too_late_ends_what_it_admitted(one, monkeypatch): 
     assert unfinished(one) == ["seeded"] and used(one) == 0
     same(one.finish(answers), {"seeded": one.expected["seeded"]})
     idle(one)
+
+
+def test_who_cancels_a_call_that_takes_an_image_has_its_requests():
+    """The engine core does it all the same, and the image is on disk no more."""
+
+    async def scene() -> tuple[list[str], bool]:
+        begins, ends, did = asyncio.Event(), asyncio.Event(), []
+
+        class Side:
+            engine = SimpleNamespace(output_processor=SimpleNamespace(external_req_ids={}))
+
+            async def call(self, method: str, options: dict) -> None:
+                begins.set()
+                await ends.wait()
+                did.append(method)
+
+            def take(self, *_) -> None:
+                did.append("take")
+
+            def taken(self, *_) -> None:
+                did.append("taken")
+
+        summary = {"outputs": {"requests": [{"external_id": "a"}]}}
+        task = asyncio.create_task(session_calls._take(Side(), summary, {"call": "a call"}))
+        await begins.wait()
+        task.cancel()
+        await asyncio.sleep(0)
+        ends.set()
+        await asyncio.wait([task])
+        return did, task.cancelled()
+
+    assert asyncio.run(scene()) == (["take", "end_portable", "taken"], True)
 
 
 def test_an_image_is_no_checkpoint_and_a_checkpoint_is_no_image(one):  # noqa: F811

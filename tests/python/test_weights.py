@@ -162,6 +162,14 @@ def test_an_update_that_is_refused_does_not_undo_the_failure_of_an_earlier_one()
         updates.check_none()
 
 
+def test_an_engine_that_never_slept_has_its_weights():
+    scheduler = SimpleNamespace(requests={})
+    hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler)
+    controller = SimpleNamespace(state=lambda: {"engine": "awake", "tags": {}})  # nobody has asked the ranks yet
+    Updates(SimpleNamespace(controller=controller, hooks=hooks)).begin({"update": "a", "labelled": False})
+    assert scheduler.torpor_updates_weights
+
+
 def test_an_update_does_not_end_another_one():
     state = {"engine": "asleep", "tags": {"weights": "attached"}}
     scheduler = SimpleNamespace(requests={})

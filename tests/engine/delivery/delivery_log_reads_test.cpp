@@ -85,6 +85,63 @@ TEST_F(DeliveryLogTest, AResponseIsDroppedWholeAndOnlyWhenAllOfItHasEnded) {
   EXPECT_FALSE(answers->was_dropped("both", "")) << "it is begun again";
 }
 
+TEST_F(DeliveryLogTest, TheChoicesOfACallGrowTooOldTogether) {
+  DeliveryLogOptions few = options();
+  few.keep_seconds = 10;
+  auto answers = open(few);
+  for (const int choice : {0, 1}) {
+    Answer answer = asked(std::to_string(choice), "both", "", choice);
+    answer.call = 7;
+    ASSERT_TRUE(succeeded(answers->start(answer)));
+  }
+  Answer earlier = asked("earlier", "both");  // the client used its id before
+  earlier.call = 6;
+  ASSERT_TRUE(succeeded(answers->start(earlier)));
+  ASSERT_TRUE(succeeded(answers->step({ended("0", 0), ended("earlier", 0)})));
+  for (const bool opened_again : {false, true}) {
+    clock_.advance(std::chrono::seconds(11));
+    ASSERT_TRUE(succeeded(answers->rotate()));
+    if (opened_again) {
+      answers.reset();
+      answers = open(few);
+    } else {
+      ASSERT_TRUE(succeeded(answers->start(asked("next"))));
+    }
+    EXPECT_EQ(answers->find("both", ""), (std::vector<std::string>{"0", "1"}));
+    EXPECT_FALSE(answers->get("earlier"));
+  }
+  ASSERT_TRUE(succeeded(answers->step({ended("1", 0)})));
+  clock_.advance(std::chrono::seconds(11));
+  ASSERT_TRUE(succeeded(answers->rotate()));
+  ASSERT_TRUE(succeeded(answers->start(asked("after"))));
+  EXPECT_TRUE(answers->find("both", "").empty());
+  EXPECT_EQ(answers->counts().ended, 0U);
+}
+
+// A client chooses the lengths of its ids, and of some fields of a request.
+TEST_F(DeliveryLogTest, TheBudgetCountsAllTextsThatAnEndedAnswerKeeps) {
+  const std::string long_text(10'000, 'x');
+  std::vector<Answer> all(5, asked("1"));
+  all[0].request.id += long_text;
+  all[1].response += long_text;
+  all[2].request.cache_salt = long_text;
+  all[3].request.sampling.stop = {long_text};
+  all[4].front = Value{Dict{{std::string(kEchoField), Value{long_text}}}};
+  for (const Answer& each : all) {
+    DeliveryLogOptions small = options();
+    small.directory.clear();
+    small.keep_bytes = 8'000;
+    const auto answers = open(small);
+    ASSERT_TRUE(succeeded(answers->start(asked("plain"))));
+    ASSERT_TRUE(succeeded(answers->step({ended("plain", 0)})));
+    ASSERT_TRUE(succeeded(answers->start(each)));
+    EXPECT_EQ(answers->dropped(), 0U);
+    ASSERT_TRUE(succeeded(answers->step({ended(each.request.id, 0)})));
+    ASSERT_TRUE(succeeded(answers->start(asked("next"))));
+    EXPECT_EQ(answers->dropped(), 2U);
+  }
+}
+
 TEST_F(DeliveryLogTest, OneThatWasAbortedIsNoAnswerThatWasGiven) {
   DeliveryLogOptions none = options();
   none.keep_bytes = 1;

@@ -154,6 +154,8 @@ class SchedulerSide:
 
     def queued(self, request) -> None:
         """A request waits. If the next step does not reach it, its blocks come into host memory meanwhile."""
+        if self.core is not None:
+            self.core.know(request)  # also one whose blocks are never looked up: it fills blocks, and has a session
         if (keys := self._keys_with_adapter(request)) is None or keys.begin(request):
             self._look_ahead(request)
 
@@ -169,6 +171,7 @@ class SchedulerSide:
         """A request without blocks has other keys: what was found by the earlier ones is none of its."""
         if self.core is not None:
             self.core.finished(request.request_id, self.steps, False)
+            self.core.know(request)
         self._look_ahead(request)
 
     def fits_in_step(self) -> bool:

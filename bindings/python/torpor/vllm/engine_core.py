@@ -352,6 +352,7 @@ class EngineSide:
 
     def session_call(self, options: dict) -> dict:
         self._check_awake()
+        self.updates.check_none()  # no step is taken meanwhile, and the answer comes with steps
         return residency.call(self.hooks.scheduler, options)
 
     def session_answer(self, options: dict) -> dict:
@@ -449,9 +450,11 @@ class EngineCoreMixin(Stock):
             connector_sleep.take_back_waiting(self.scheduler)
         return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
 
-    def pause_scheduler(self, *args, **kwargs) -> Future | None:
+    def pause_scheduler(self, mode="abort", *args, **kwargs) -> Future | None:
         try:
-            return super().pause_scheduler(*args, **kwargs)
+            if mode == "abort" and (side := getattr(self, "torpor_side", None)) is not None:
+                side.hooks.abort_hibernated()
+            return super().pause_scheduler(mode, *args, **kwargs)
         finally:
             _keep_draining(self)
 

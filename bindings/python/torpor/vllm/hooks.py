@@ -337,18 +337,27 @@ class VllmHooks:
             connector_sleep.take_back_loaded(self.scheduler)
         with connector_sleep.tiers_kept(self.scheduler):
             self._pause("abort" if mode == "abort" else "keep")
+        if self.sessions is not None:
+            self.sessions.send_drops()  # no step comes while it sleeps
         if self.falling_asleep is not None and self.frees_kv():
             self.other_connector.unregister()
+
+    def abort_hibernated(self) -> None:
+        """End the hibernated requests. By their ids: an abort of all requests leaves images on disk, because vLLM does
+        the same when the process ends."""
+        if self.sessions is not None:
+            self._abort(list(self.sessions.held()))
+
+    def _abort(self, requests: list[str] | None) -> None:
+        aborted = self.scheduler.finish_requests(requests, RequestStatus.FINISHED_ABORTED)
+        if (send := getattr(self.core, "_send_abort_outputs", None)) is not None:  # to another process
+            send(aborted)
 
     def _pause(self, mode: str) -> None:
         """What vLLM's pause does with requests and caches, of an engine that stands still already."""
         if mode == "abort":
-            # By their ids: without ids their images on disk would stay.
-            hibernated = [] if self.sessions is None else list(self.sessions.held())
-            aborted = self.scheduler.finish_requests(hibernated, RequestStatus.FINISHED_ABORTED)
-            aborted += self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-            if (send := getattr(self.core, "_send_abort_outputs", None)) is not None:  # to another process
-                send(aborted)
+            self.abort_hibernated()
+            self._abort(None)
             self.other_connector.finish_transfers()  # else blocks that are being sent would keep their hashes
         state = self.scheduler.pause_state
         self.scheduler.set_pause_state(PauseState.PAUSED_ALL)  # else vLLM warns of requests in progress

@@ -97,9 +97,11 @@ def restore(
     collectors: dict[str, RequestOutputCollector] = {}
     for item in outputs["parents"]:
         parents[item["id"]] = processor.parent_requests[item["id"]] = _parent_from_value(item)
+    for item in outputs.get("ended", ()):  # aborted while their siblings were in the same image
+        _end_without(item, parents, "abort", None)
     for item in outputs["requests"]:
         if "token_ids" not in item:  # the checkpoint was repaired: the request is not in it any more
-            _end_without(item, parents)
+            _end_without(item, parents, "error", "dropped by torpor repair")
             continue
         try:
             state = _state_from_value(processor, item, parents)
@@ -176,7 +178,7 @@ def _versions(state: RequestState) -> list[list]:
     return [[version, start, end] for (version, start), end in zip(starts, ends, strict=False)]
 
 
-def _end_without(item: dict, parents: dict[str, ParentRequest]) -> None:
+def _end_without(item: dict, parents: dict[str, ParentRequest], reason: str, stop_reason: str | None) -> None:
     """Its siblings, if it was one of several answers to one prompt, end that call without it."""
     if (parent := parents.get(item["parent"])) is not None:
         parent.child_requests.discard(item["id"])
@@ -187,8 +189,8 @@ def _end_without(item: dict, parents: dict[str, ParentRequest]) -> None:
                 token_ids=[],
                 cumulative_logprob=None,
                 logprobs=None,
-                finish_reason="error",
-                stop_reason="dropped by torpor repair",
+                finish_reason=reason,
+                stop_reason=stop_reason,
             )
 
 

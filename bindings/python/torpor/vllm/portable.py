@@ -197,6 +197,10 @@ class Admissions:
         """Return whether this request is admitted with KV, and has no blocks yet."""
         return self._admitted.get(request_id, (0,))[0] > 0
 
+    def expects(self, request_id: str) -> bool:
+        """Return whether this request is admitted, with KV or without, and has no blocks yet."""
+        return request_id in self._admitted
+
     def match(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Return how many tokens of the request have KV in an image, and whether they are to be loaded.
 

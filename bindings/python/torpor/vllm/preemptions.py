@@ -82,7 +82,7 @@ class Preemptions:
         images, admissions = self._sessions.begun()
         self.images()
         for request_id in list(self._images) if requests is None else requests:
-            if request_id not in self._images or not admissions.brings(request_id):
+            if request_id not in self._images or not admissions.expects(request_id):
                 continue
             del self._images[request_id]
             admissions.withdraw(request_id)

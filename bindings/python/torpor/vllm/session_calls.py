@@ -150,6 +150,21 @@ async def _take(side: BlockingSide | AsyncSide, summary: dict, call: dict) -> No
     except BaseException:
         await side.call("end_portable", call | {"keep": False})
         raise
+    claim = _claim(side, outputs, call)
+    if isinstance(side, BlockingSide):
+        await claim
+        return
+    task = asyncio.ensure_future(claim)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:  # the engine core does it all the same
+        with contextlib.suppress(Error):
+            await asyncio.shield(task)
+        raise
+
+
+async def _claim(side: BlockingSide | AsyncSide, outputs: dict, call: dict) -> None:
+    """Have the engine core take the image for good, and go on with its requests."""
     try:
         await side.call("end_portable", call | {"keep": True})
     except Error:  # another engine has taken the image

@@ -107,6 +107,11 @@ class Sessions:
             self._hooks.call_ranks(drops[0])
             del drops[0]
 
+    def send_drops(self) -> None:
+        """As _send_drops(), if any request was in an image."""
+        if self._images is not None:
+            self._send_drops(self.begun()[1])
+
     def _forget_gone(self, images: _core.RequestImages) -> None:
         known = {each["id"] for each in images.summaries()}
         for of_images in (self._epochs, self._makers, self._recomputed, self._paths):
@@ -276,6 +281,7 @@ class Sessions:
                 raise WrongState(f"this engine has a request {known[0]} of its own", "resume the image elsewhere")
             made = [(item, self.made(item)) for item in items]
             outputs = dict(state["outputs"])
+            outputs["ended"] = [each for each in outputs["requests"] if each["id"] in gone]
             outputs["requests"] = [each for each in outputs["requests"] if each["id"] not in gone]
         except BaseException:
             images.put_back(image)
@@ -294,6 +300,8 @@ class Sessions:
         except BaseException:
             self.end_portable(keep=False)
             raise
+        self._forget_gone(images)
+        self.drawn_seeds &= {*self._scheduler.requests, *self.held()}
         self._epochs[image], self._paths[image] = self._hooks.kv_epoch, path
         return {
             "id": image, "path": path, "requests": {item["id"]: len(item["output_token_ids"]) for item in items},

@@ -115,7 +115,7 @@ class Updates:
         # Those that came since an update that failed have not begun.
         if state["engine"] == "awake" and core.scheduler.requests and self._open is None:
             raise WrongState("requests run on these weights", "call sleep(level=0), or a deeper one, first")
-        if (weights := state["tags"]["weights"]) != "attached":
+        if (weights := state["tags"].get("weights", "attached")) != "attached":
             raise WrongState(f"the weights are {weights}", 'call wake_up(tags=["weights"]) first')
         self._open_before, self._begun = self._open, options["update"]
         self._set(UNDER_WAY)

@@ -399,6 +399,13 @@ class Recorder:
         if (step := self.step_of(state)) is not None:
             self._record([step])
 
+    def adopt_ended(self, answer: dict) -> None:
+        """Record an answer that has ended on another server. `answer`: as sessions.ServerSide.capture() keeps it."""
+        request, kept = answer["request"], {name: answer[name] for name in ("response", "tenant", "choice", "front")}
+        self._write(self._start, kept | {"request": request | {"output_token_ids": []}})
+        end = {name: answer[name] for name in ("text", "state", "finish_reason", "stop_reason")}
+        self._record([end | {"id": request["id"], "at": 0, "tokens": request["output_token_ids"]}])
+
     # --- a new process goes on ----------------------------------------------------------------------------------------
 
     def take_up(self, restored: list[dict], outputs: dict) -> list[str]:

@@ -344,7 +344,7 @@ def routes() -> APIRouter:
         try:
             if from_tokens is not None and from_text is not None:
                 raise InvalidArgument("both from and from_text are given", "give one of them")
-            starts = numbers(given, len(ids))
+            starts = numbers(given, places(life, ids))
             before = [""] * len(ids)
             if from_text is not None:
                 before, starts = behind_echo(life, ids, starts)
@@ -368,7 +368,7 @@ def routes() -> APIRouter:
         ids = await choices(life, response, raw_request)
         if isinstance(ids, Response):
             return ids
-        parts = [life.log.answers.part(each) for each in ids]
+        parts, indices = [life.log.answers.part(each) for each in ids], places(life, ids)
         await life.log.durable()
         content = [
             {
@@ -379,7 +379,7 @@ def routes() -> APIRouter:
                 "finish_reason": part["finish_reason"] or None,
                 "stop_reason": part["stop_reason"],
             }
-            for index, part in enumerate(parts)
+            for index, part in zip(indices, parts, strict=True)
         ]
         running = any(part["state"] == "running" for part in parts)
         return JSONResponse(
@@ -471,7 +471,7 @@ def routes() -> APIRouter:
     ) -> Response:
         """Make requests that go on from where this one is. Their answers are at `/torpor/requests/CHILD`.
 
-        session: the `X-Request-Id` of a request, the `id` of its response, or the id of an image.
+        session: the `X-Request-Id` of a request that runs, or the `id` of its response.
         n: number of requests to make.
         at: how many of the output tokens they have; all, if it is left out; 0: only the prompt.
         seeds: a seed for each of them, or `parent` for one that draws as the parent does.
@@ -654,14 +654,23 @@ async def _of_owner(life: Server, request: Request) -> Response:
     return refused(WrongState(state, "ask again once /torpor/ready is 200, or ask the next server"), 503)
 
 
-def numbers(text: str, count: int) -> list[int]:
+def places(life: Server, ids: list[str]) -> list[int]:
+    """The numbers by which a client knows these choices. Others of the answer may not be here."""
+    return [life.log.answers.get(each)["choice"] for each in ids]
+
+
+def numbers(text: str, choices: list[int]) -> list[int]:
+    """Return what `text` has for each of these choices: one number for all, or one for each choice of the answer, those
+    that are not here among them."""
     parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts) or len(parts) not in (1, count):
+    are_numbers = all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts)
+    if not are_numbers or 1 < len(parts) <= max(choices):
+        count = max(choices) + 1
         raise InvalidArgument(
             f"{text!r} is no place in an answer of {count} choices",
             f"give one number, or {count} with commas between them",
         )
-    return [int(part) for part in parts] * (count if len(parts) == 1 else 1)
+    return [int(parts[0] if len(parts) == 1 else parts[each]) for each in choices]
 
 
 def behind_echo(life: Server, ids: list[str], starts: list[int]) -> tuple[list[str], list[int]]:
@@ -686,6 +695,7 @@ async def _events(
         "created": int(time.time()),
         "model": life.model,
     }
+    indices = places(life, ids)
     ends = list(starts)
     if by_text:  # where the tokens begin of which nothing was sent yet
         parts = [life.log.answers.part(each, 0, start) for each, start in zip(ids, starts, strict=True)]
@@ -705,13 +715,15 @@ async def _events(
                 if ended and (where := life.sessions.where_it_went(ids[index])) is not None:
                     raise WrongState(f"another server has this request, at {where}", "take up its answer there")
                 choice = {
-                    "index": index,
+                    "index": indices[index],
                     "token_ids": part["tokens"],
                     "finish_reason": part["finish_reason"] or None,
                     "stop_reason": part["stop_reason"],
                 }
                 choice |= {"delta": {"content": text}} if chat else {"text": text}
-                yield f"id: {','.join(map(str, ends))}\ndata: {json.dumps(head | {'choices': [choice]})}\n\n"
+                of_choices = dict(zip(indices, ends, strict=True))
+                last_id = ",".join(str(of_choices.get(each, 0)) for each in range(max(indices) + 1))
+                yield f"id: {last_id}\ndata: {json.dumps(head | {'choices': [choice]})}\n\n"
                 if not ended:
                     waits[asyncio.create_task(life.log.more(ids[index], part["tokens_end"]))] = index
         yield "data: [DONE]\n\n"

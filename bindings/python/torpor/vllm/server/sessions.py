@@ -364,7 +364,8 @@ class Sessions:
     # --- names ---
 
     def _running(self, name: str) -> list[str]:
-        """Return vLLM's ids of the unfinished choices of an answer of this caller, by any of its names."""
+        """Return vLLM's ids of the unfinished choices of an answer of this caller, by any of its names, or by the image
+        that has them."""
         server, caller = self._server, caller_of_call.get()
         running = server.engine.output_processor.request_states
         names = set(names_of(name))
@@ -377,10 +378,16 @@ class Sessions:
             known = (server.log.answers.find(each, caller.tenant) for each in names_of(name))
             unfinished = ([each for each in ids if each in running] for ids in known)
             found = next(filter(None, unfinished), [])
+        found = found or self._hibernated_in(name)
         if not found:
             what = f"there is no unfinished request {name}: it was never begun here, is not yours, or has ended"
             raise NotFound(what, "name it by its X-Request-Id, or by the id of its response")
         return found
+
+    def _hibernated_in(self, image: str) -> list[str]:
+        """Return vLLM's ids of the requests of the image of this id, if it is this caller's."""
+        requests = [each for each in self.away() if self._away[each] == image]
+        return requests if requests and self._is_mine({"requests": requests}) else []
 
     def _image_of(self, requests: Iterable[str]) -> str | None:
         """Return the image that has the hibernated ones of these requests, or None."""
@@ -488,18 +495,24 @@ class ServerSide(frontend.AsyncSide):
         self.gone_to: Other | None = None  # the server that a move gives its requests to
         self._come: list[RequestState] = []  # since take(), until taken(), with the answer of each:
         self._answers: dict[str, dict] = {}
+        self._ended: list[dict] = []  # choices of these answers that ended before the others moved
 
     def capture(self, requests: Iterable[str]) -> dict:
         """Return this front end's part of these requests, with what the response log has of them."""
         outputs, log = super().capture(requests), self._server.log.answers
-        answers = {}
+        answers: dict[str, dict] = {}
+        ended: dict[str, dict] = {}  # other choices of these answers
         for each in outputs["requests"]:
             if (answer := log.get(each["id"])) is None:
                 continue
             request = dict(answer["request"]) | {"prompt_token_ids": [], "output_token_ids": []}
             kept = {name: answer[name] for name in ("response", "tenant", "choice")}
             answers[each["id"]] = kept | {"request": request, "echo": answer["front"].get("echo")}
-        return outputs | {"served": {"tenants": self._server.tenants_id, "answers": answers}}
+            for sibling in log.find(answer["response"], answer["tenant"]):
+                if sibling not in ended and log.position(sibling)["state"] != "running":
+                    ended[sibling] = _ended_answer(log.get(sibling))
+        served = {"tenants": self._server.tenants_id, "answers": answers, "ended": list(ended.values())}
+        return outputs | {"served": served}
 
     def take(self, report: Report, lost: list[dict] | None = None) -> None:
         outputs = report["outputs"]
@@ -520,7 +533,7 @@ class ServerSide(frontend.AsyncSide):
         states = self.engine.output_processor.request_states
         come = [each for each in outputs["requests"] if each["id"] in states]
         self._answers = {each["id"]: served["answers"].get(each["id"]) or _answer_of(each) for each in come}
-        self._come = [states[each["id"]] for each in come]
+        self._come, self._ended = [states[each["id"]] for each in come], served.get("ended", [])
         for state in self._come:
             state.__class__ = KnownEnd  # it may end before it is recorded
             self._without_reader(state)
@@ -528,6 +541,9 @@ class ServerSide(frontend.AsyncSide):
     def taken(self, outputs: dict) -> None:
         """Record the requests as answers of this server: the other one has them no more."""
         self._adopt(self._come, self._answers)
+        for each in self._ended:
+            if self._server.log.answers.get(each["request"]["id"]) is None:
+                self._server.log.adopt_ended(each)
 
     async def lost_by_taker(self, requests: list[str]) -> str | None:
         assert self.gone_to is not None
@@ -593,6 +609,13 @@ class ServerSide(frontend.AsyncSide):
                     f"another server has this request; take up its answer at {where}", HTTPStatus.SERVICE_UNAVAILABLE
                 ))  # fmt: skip
         super().fail(failed)
+
+
+def _ended_answer(answer: dict) -> dict:
+    """Return what another server is to have of a choice that has ended. `answer`: as the log has it."""
+    names = ("response", "tenant", "choice", "front", "text", "state", "finish_reason", "stop_reason")
+    tokens = {name: list(answer["request"][name]) for name in ("prompt_token_ids", "output_token_ids")}
+    return {name: answer[name] for name in names} | {"request": dict(answer["request"]) | tokens}
 
 
 def _answer_of(item: dict) -> dict:
