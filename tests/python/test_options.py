@@ -108,6 +108,13 @@ def test_a_word_of_the_server_that_does_not_exist_is_named_with_the_nearest_one(
     assert "there is no option --torpor-checkpoint-dirr; did you mean --torpor-checkpoint-dir?" in said
 
 
+def test_an_option_of_the_kv_connector_has_no_word_of_the_server(capsys):
+    with pytest.raises(SystemExit):
+        serve.take_options(["MODEL", "--torpor-host-bytes", "4GiB"])
+    said = capsys.readouterr().err
+    assert """--additional-config '{"torpor": {"offload": "eager", "host_bytes": "…"}}'""" in said
+
+
 def test_a_standby_has_the_directory_of_its_owner(monkeypatch, capsys, tmp_path):
     for name in ("TORPOR_SERVER_STANDBY_OF", "TORPOR_CHECKPOINT_DIR"):
         monkeypatch.setenv(name, "")  # restored after the test
@@ -241,7 +248,7 @@ def test_variables_of_others_stop_no_engine(monkeypatch, service):
 def test_every_variable_that_a_page_or_a_test_has_is_known():
     root = Path(__file__).parents[2]
     page = (root / "docs/reference/environment.md").read_text()
-    of_page = set(re.findall(r"`(TORPOR_[A-Z0-9_]*[A-Z0-9])`", page))
+    of_page = set(re.findall(r"^(?:- |### )`(TORPOR_[A-Z0-9_]*[A-Z0-9])`", page, re.MULTILINE))
     assert of_page == {*VARIABLES, *OTHERS, *map(variable, fields(Settings))}
     files = [*root.glob("tests/**/*.py"), *root.glob("tools/*/*.py"), *root.glob("deploy/**/*.y*ml")]
     named = {name for each in files if each != Path(__file__) for name in re.findall(_NAME, each.read_text())}

@@ -78,17 +78,25 @@ Result<Exit> record(const Context& context) {
   TORPOR_ASSIGN_OR_RETURN(const auto recorder,
                           console::Recorder::create(context.file_system, path_of(context), arguments.output));
   const auto began = std::chrono::steady_clock::now();
+  bool seen_alive = false;  // an engine that starts later is waited for
   for (bool last = false; !last;) {
     const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - began;
     last = context.interrupted() || (arguments.for_seconds > 0 && passed.count() >= arguments.for_seconds);
     TORPOR_RETURN_IF_ERROR(recorder->look(last));
-    if (!last && !recorder->any_alive()) {
+    seen_alive = seen_alive || recorder->any_alive();
+    const bool waits = !seen_alive && (arguments.for_seconds > 0 || recorder->counts().processes == 0);
+    if (!last && !waits && !recorder->any_alive()) {
       last = true;
       TORPOR_RETURN_IF_ERROR(recorder->look(true));
     }
     if (!last) std::this_thread::sleep_for(console::Recorder::kPoll);
   }
   const console::RecorderCounts counts = recorder->counts();
+  if (counts.processes == 0) {
+    return Error{.code = Code::kNotFound,
+                 .what = fmt::format("no process has published events in {}", path_of(context)),
+                 .next_step = "start an engine with this directory as its option events_dir, or name another one"};
+  }
   const Json json = {{"directory", arguments.output},
                      {"processes", counts.processes},
                      {"events", counts.events},
@@ -358,7 +366,7 @@ Verb events_verb() {
 
 Verb record_verb() {
   return {.name = "record",
-          .help = "writes all that engines tell into files, until they end, or it is interrupted",
+          .help = "writes all that engines tell into files, until they end, or it is interrupted; waits for the first one",
           .json = "directory, processes, events, lost",
           .declare =
               [](CLI::App& app, Arguments& a) {
