@@ -79,12 +79,19 @@ Result<Exit> record(const Context& context) {
                           console::Recorder::create(context.file_system, path_of(context), arguments.output));
   const auto began = std::chrono::steady_clock::now();
   bool seen_alive = false;  // an engine that starts later is waited for
+  bool said = false;
   for (bool last = false; !last;) {
     const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - began;
     last = context.interrupted() || (arguments.for_seconds > 0 && passed.count() >= arguments.for_seconds);
-    TORPOR_RETURN_IF_ERROR(recorder->look(last));
+    const Status looked = recorder->look(last);
+    const bool nothing = recorder->counts().processes == 0;
+    if (!looked && !(nothing && looked.error().code == Code::kNotFound)) return looked.error();
+    if (nothing && !last && !said) {
+      said = true;
+      fmt::print(stderr, "torpor: waits for an engine that publishes events in {}\n", harmless(path_of(context)));
+    }
     seen_alive = seen_alive || recorder->any_alive();
-    const bool waits = !seen_alive && (arguments.for_seconds > 0 || recorder->counts().processes == 0);
+    const bool waits = !seen_alive && (arguments.for_seconds > 0 || nothing);
     if (!last && !waits && !recorder->any_alive()) {
       last = true;
       TORPOR_RETURN_IF_ERROR(recorder->look(true));
