@@ -17,7 +17,9 @@ from torpor.vllm.options import VARIABLES, Options
 from torpor.vllm.server.settings import Settings, variable
 from torpor.vllm.variables import OTHERS, refuse_misspelt
 
-_NAME = r"""(?:environ(?:\.get\(|\[)|setenv\(|env=\{|name: )["']?(TORPOR_[A-Z0-9_]*[A-Z0-9])"""  # where it is read or set
+_NAME = (
+    r"""(?:environ(?:\.get\(|\[)|setenv\(|env=\{|name: )["']?(TORPOR_[A-Z0-9_]*[A-Z0-9])"""  # where it is read or set
+)
 NAMES = [option.name for option in fields(Options) if option.name != "connector"]
 
 

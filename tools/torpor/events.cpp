@@ -372,19 +372,20 @@ Verb events_verb() {
 }
 
 Verb record_verb() {
-  return {.name = "record",
-          .help = "writes all that engines tell into files, until they end, or it is interrupted; waits for the first one",
-          .json = "directory, processes, events, lost",
-          .declare =
-              [](CLI::App& app, Arguments& a) {
-                declare_events_path(app, a);
-                app.add_option("-o,--output", a.output, "a directory, made if it is not there; a file a process")
-                    ->required();
-                app.add_option("--for", a.for_seconds, "seconds, or 10m: and no longer")
-                    ->transform(CLI::AsNumberWithUnit(std::map<std::string, double>{{"s", 1}, {"m", 60}, {"h", 3600}},
-                                                      CLI::AsNumberWithUnit::CASE_SENSITIVE, "TIME"));
-              },
-          .stream = record};
+  return {
+      .name = "record",
+      .help = "writes all that engines tell into files, until they end, or it is interrupted; waits for the first one",
+      .json = "directory, processes, events, lost",
+      .declare =
+          [](CLI::App& app, Arguments& a) {
+            declare_events_path(app, a);
+            app.add_option("-o,--output", a.output, "a directory, made if it is not there; a file a process")
+                ->required();
+            app.add_option("--for", a.for_seconds, "seconds, or 10m: and no longer")
+                ->transform(CLI::AsNumberWithUnit(std::map<std::string, double>{{"s", 1}, {"m", 60}, {"h", 3600}},
+                                                  CLI::AsNumberWithUnit::CASE_SENSITIVE, "TIME"));
+          },
+      .stream = record};
 }
 
 Verb console_verb() {
