@@ -35,9 +35,6 @@ class BackgroundCheckpoint {
   // `options` name the metadata and the caller's ProgressFile. The context outlives this object.
   BackgroundCheckpoint(OperationContext& context, SleepOptions options);
 
-  // What a caller can do if the state of the engine cannot be preserved.
-  static constexpr std::string_view kOtherwise = "checkpoint when nothing of this is left, or serve without it";
-
   // Return the options of every checkpoint that is written while the engine serves.
   static SleepOptions options_of(const std::string& progress, const Metadata& metadata);
 
