@@ -86,8 +86,8 @@ def test_no_call_waits_for_restored_requests_of_an_engine_that_is_asleep(one, re
 @pytest.mark.gpu_path
 def test_requests_with_ids_of_the_caller_stay_out_of_what_llm_sorts_by_number(one):
     """As in the quickstart: vLLM alone would compute all of it and then raise."""
-    one.begin(6, ["greedy"])
     alone = one.expected["greedy"]
+    one.begin(6, ["greedy"])
     one.llm.sleep(level=1, preserve_state=True)
     one.llm.wake_up()
     assert [output.prompt for output in one.llm.generate(PROMPTS, greedy(3), use_tqdm=False)] == PROMPTS
