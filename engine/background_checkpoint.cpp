@@ -217,7 +217,7 @@ Status BackgroundCheckpoint::stop_and_copy(SleepOperation& sleep) {
   report.preserve_state = true;
   report.changed = true;
   report.fully_awake = true;
-  TORPOR_RETURN_IF_ERROR(engine_.can_preserve("serve without these features"));  // requests may have come since
+  TORPOR_RETURN_IF_ERROR(engine_.can_preserve(EngineParts::kNoCheckpoint));  // requests may have come since
   TORPOR_RETURN_IF_ERROR(sleep.quiesce_engine());
   operation.begin("capture");
   TORPOR_ASSIGN_OR_RETURN(moment_, engine_.hooks.capture_moment());

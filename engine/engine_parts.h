@@ -25,6 +25,8 @@ struct EngineParts {
 
   // Return kUnsupported if the state of the engine's requests cannot be preserved. `otherwise`: the error's next step.
   Status can_preserve(std::string_view otherwise) const;
+  // What a caller of a checkpoint can do otherwise.
+  static constexpr std::string_view kNoCheckpoint = "checkpoint when nothing of this is left, or serve without it";
   // Let the host store use the slots again that a sleep kept. A failure is logged; then the engine has that much less
   // memory to offload to.
   void release_host_slots() const noexcept;

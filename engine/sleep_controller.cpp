@@ -207,7 +207,7 @@ Status SleepController::begin_checkpoint(const std::string& progress, const Meta
       return Error{.code = Code::kUnavailable,
                    .what = "a checkpoint is being written",
                    .next_step = "wait for it to end, or cancel it"};
-    TORPOR_RETURN_IF_ERROR(parts_.can_preserve("serve without these features"));
+    TORPOR_RETURN_IF_ERROR(parts_.can_preserve(EngineParts::kNoCheckpoint));
     auto background = std::make_unique<BackgroundCheckpoint>(context_, std::move(options));
     TORPOR_RETURN_IF_ERROR(background->begin());
     background_ = std::move(background);

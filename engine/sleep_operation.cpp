@@ -265,7 +265,8 @@ Status SleepOperation::admit() {
     if (tag == kWeightsTag && options_.weights == Weights::kReload) save_.carried.push_back(tag);
   }
   if (!options_.preserve_state || options_.level == 0) return ok();
-  return engine_.can_preserve("sleep with preserve_state=False, or without these features");
+  return engine_.can_preserve(name_ == "checkpoint" ? EngineParts::kNoCheckpoint
+                                                    : "sleep with preserve_state=False, or without these features");
 }
 
 Status SleepOperation::quiesce_engine() { return take_steps(kQuiesce, kQuiesce); }

@@ -4,6 +4,8 @@
 import contextlib
 import json
 import subprocess
+import tempfile
+import time
 
 import pytest
 from conftest import LONG_ON_GPU_PATH
@@ -120,6 +122,28 @@ def test_a_recording_has_what_was_published(one, published, directory, tmp_path)
     assert sum(event["sequence"] in by_sequence for event in now) > len(now) - 20  # but what came after it ended
     trace = subprocess.run([BINARY, "events", tmp_path / "r", "--export", "perfetto"], capture_output=True, check=True)
     assert any(event["name"] == "decoding" for event in json.loads(trace.stdout)["traceEvents"])
+
+
+def test_a_recording_waits_for_the_first_engine(tmp_path):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as rings:
+        rings += "/made-by-the-engine"
+        words = [BINARY, "record", rings, "-o", tmp_path, "--for", "2s", "--json"]
+        recorder = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        time.sleep(0.5)
+        assert recorder.poll() is None
+        with subprocess.Popen([BINARY, "mock", rings], stdout=subprocess.DEVNULL) as engine:
+            written, said = recorder.communicate(timeout=600)
+            engine.terminate()
+    assert recorder.returncode == 0 and b"waits for an engine" in said
+    result = json.loads(written)
+    assert result["processes"] == 1 and result["events"] > 0
+
+
+def test_a_recording_of_nothing_is_an_error(tmp_path):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as rings:
+        words = [BINARY, "record", rings, "-o", tmp_path, "--for", "0.2s"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 3 and f"no process has published events in {rings}" in done.stderr
 
 
 def test_a_directory_that_is_of_no_use_stops_no_engine(one, monkeypatch, tmp_path, caplog):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """After any kind of sleep at any step, every answer equals that of an uninterrupted run to the last digit."""
 
+import time
 from array import array
 
 import pytest
@@ -9,7 +10,7 @@ import gpu_path
 import torch
 from requests_of_tests import REQUESTS, run
 from torpor.errors import Error
-from torpor.vllm import kept, pool_values
+from torpor.vllm import engine_core, frontend, kept, pool_values
 
 STEPS = [pytest.param(1, marks=LONG_ON_GPU_PATH), 8, 20] if gpu_path.active() else [1, 3, 8, 20, 47]
 pytestmark = [pytest.mark.gpu_path, pytest.mark.core]
@@ -174,6 +175,29 @@ def test_a_second_sleep_to_disk_reads_and_writes_only_kv_that_changed(one):
     assert _changed(one.llm.checkpoint()) == always
     assert one.finish(answers) == expected
     assert one.llm.torpor.state().recomputed_tokens == 0
+
+
+def test_the_pause_of_a_checkpoint_has_both_stops(one, monkeypatch):
+    answers = one.begin(6)
+    hooks = engine_core._side(one.core).hooks
+    stock = hooks.kv_contents
+
+    def slow() -> dict:
+        time.sleep(0.5)
+        return stock()
+
+    def go_beyond(stage: str) -> None:
+        while one.engine.torpor.call("continue_checkpoint") == stage:
+            time.sleep(0.001)
+
+    one.engine.torpor.call("begin_checkpoint")
+    with monkeypatch.context() as patched:
+        patched.setattr(hooks, "kv_contents", slow)  # C++ asks for them in the first stop
+        go_beyond("copying")
+    taken = frontend.finish(frontend.while_frozen(frontend.BlockingSide(one.engine), "take_checkpoint", {}))
+    go_beyond("writing")
+    assert taken["pause_seconds"] >= one.engine.torpor.call("end_checkpoint")["seconds"] > 0.5
+    assert one.finish(answers) == one.expected
 
 
 def _changed(report) -> int:

@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,12 @@ from torpor.errors import InvalidArgument
 from torpor.vllm import serve
 from torpor.vllm.asking import asks
 from torpor.vllm.options import VARIABLES, Options
+from torpor.vllm.server.settings import Settings, variable
+from torpor.vllm.variables import OTHERS, refuse_misspelt
 
+_NAME = (
+    r"""(?:environ(?:\.get\(|\[)|setenv\(|env=\{|name: )["']?(TORPOR_[A-Z0-9_]*[A-Z0-9])"""  # where it is read or set
+)
 NAMES = [option.name for option in fields(Options) if option.name != "connector"]
 
 
@@ -104,6 +110,13 @@ def test_a_word_of_the_server_that_does_not_exist_is_named_with_the_nearest_one(
     assert "there is no option --torpor-checkpoint-dirr; did you mean --torpor-checkpoint-dir?" in said
 
 
+def test_an_option_of_the_kv_connector_has_no_word_of_the_server(capsys):
+    with pytest.raises(SystemExit):
+        serve.take_options(["MODEL", "--torpor-host-bytes", "4GiB"])
+    said = capsys.readouterr().err
+    assert """--additional-config '{"torpor": {"offload": "eager", "host_bytes": "…"}}'""" in said
+
+
 def test_a_standby_has_the_directory_of_its_owner(monkeypatch, capsys, tmp_path):
     for name in ("TORPOR_SERVER_STANDBY_OF", "TORPOR_CHECKPOINT_DIR"):
         monkeypatch.setenv(name, "")  # restored after the test
@@ -185,3 +198,63 @@ def test_who_asks_for_torpor(monkeypatch, engine, asked):
     assert asks(SimpleNamespace(**engine)) is asked
     monkeypatch.setenv("TORPOR_CHECKPOINT_DIR", "/x")
     assert asks(SimpleNamespace(**engine)) or engine == {"additional_config": {"torpor": {"enabled": False}}}
+
+
+@pytest.mark.parametrize(
+    ("given_name", "meant"),
+    [
+        ("TORPOR_ENCRYPTED", "did you mean TORPOR_ENCRYPT?"),
+        ("TORPOR_KEYFILE", "did you mean TORPOR_KEY_FILE?"),
+        ("TORPOR_CHECKPOINTS_DIR", "did you mean TORPOR_CHECKPOINT_DIR?"),
+        ("TORPOR_OFFLOAD", 'additional_config={"torpor": {"offload"'),
+    ],
+)
+def test_a_variable_with_nearly_the_name_of_another_is_not_ignored(monkeypatch, given_name, meant):
+    monkeypatch.setenv(given_name, "1")
+    with pytest.raises(InvalidArgument, match=given_name) as refused:
+        given()
+    assert meant in str(refused.value)
+    with pytest.raises(InvalidArgument, match=given_name):
+        Settings.from_environment()
+
+
+@pytest.mark.parametrize(
+    ("given_name", "meant"),
+    [
+        ("TORPOR_ON_DISCONNECT", "TORPOR_SERVER_ON_DISCONNECT"),
+        ("TORPOR_SERVER_ENCRYPT", "TORPOR_ENCRYPT"),
+        ("TORPOR_SERVER_ADMIN_KEY", "TORPOR_ADMIN_KEY"),
+    ],
+)
+def test_a_server_does_not_ignore_one_with_the_wrong_beginning(monkeypatch, given_name, meant):
+    monkeypatch.setenv(given_name, "1")
+    with pytest.raises(InvalidArgument, match=given_name) as refused:
+        Settings.from_environment()
+    assert f"did you mean {meant}?" in str(refused.value)
+
+
+@pytest.mark.parametrize("service", ["TORPOR", "TORPOR_ENCRYPT", "TORPOR_SERVER", "TORPOR_KEY_FILE"])
+def test_variables_of_others_stop_no_engine(monkeypatch, service):
+    port = f"{service}_PORT"
+    of_kubernetes = [f"{service}_SERVICE_HOST", f"{service}_SERVICE_PORT", f"{service}_SERVICE_PORT_HTTP", port]
+    of_kubernetes += [f"{port}_8000_TCP{end}" for end in ("", "_PROTO", "_PORT", "_ADDR")]
+    known = {*VARIABLES, *OTHERS, *map(variable, fields(Settings))}
+    assert not known & set(of_kubernetes)
+    for name in (*of_kubernetes, "TORPOR_VERSION", "TORPOR_HOME", "TORPOR_MODEL", "TORPOR_NAMESPACE", *OTHERS):
+        monkeypatch.setenv(name, "1")
+    given()
+    monkeypatch.delenv("TORPOR_ADMIN_KEY_FILE")
+    Settings.from_environment()
+
+
+def test_every_variable_that_a_page_or_a_test_has_is_known():
+    root = Path(__file__).parents[2]
+    page = (root / "docs/reference/environment.md").read_text()
+    of_page = set(re.findall(r"^(?:- |### )`(TORPOR_[A-Z0-9_]*[A-Z0-9])`", page, re.MULTILINE))
+    assert of_page == {*VARIABLES, *OTHERS, *map(variable, fields(Settings))}
+    files = [*root.glob("tests/**/*.py"), *root.glob("tools/*/*.py"), *root.glob("deploy/**/*.y*ml")]
+    named = {name for each in files if each != Path(__file__) for name in re.findall(_NAME, each.read_text())}
+    for name in named - of_page:
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv(name, "1")
+            refuse_misspelt(VARIABLES, map(variable, fields(Settings)))

@@ -219,3 +219,16 @@ def test_how_drafts_are_accepted_is_part_of_the_fingerprint(setting, named):
 
     assert fingerprint_of() == "ngram, 2, greedy, 1 to 3"  # as of older checkpoints
     assert named in fingerprint_of(**setting)
+
+
+@pytest.mark.gpu_path
+def test_requests_with_ids_of_the_caller_stay_out_of_what_llm_sorts_by_number(one):
+    """As in the quickstart: vLLM alone would compute all of it and then raise."""
+    alone = one.expected["greedy"]
+    one.begin(6, ["greedy"])
+    one.llm.sleep(level=1, preserve_state=True)
+    one.llm.wake_up()
+    assert [output.prompt for output in one.llm.generate(PROMPTS, greedy(3), use_tqdm=False)] == PROMPTS
+    [output] = one.llm.wait_for_completion(use_tqdm=False)
+    assert output.request_id == "greedy" and final({"greedy": answer(output)}) == {"greedy": alone}
+    assert one.llm.wait_for_completion(use_tqdm=False) == []

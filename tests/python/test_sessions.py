@@ -473,6 +473,8 @@ def test_no_checkpoint_is_written_without_them(one):
     for call in (one.llm.checkpoint, lambda: one.llm.sleep(level=1, preserve_state=True, to="disk")):
         with pytest.raises(errors.Unsupported, match=r"hibernated requests \(3\); resume or abort them first"):
             call()
+    with pytest.raises(errors.Unsupported, match="checkpoint when nothing of this is left"):
+        one.llm.checkpoint()
     answers |= run(one.engine, 1)
     one.llm.torpor.resume(left.id)
     answers |= run(one.engine, 3)

@@ -12,6 +12,7 @@ import scenarios
 from conftest import result_of
 from test_other_connectors import FOLLOWS, SCRIPTED, TORPORS, both
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from torpor import errors
 from torpor.vllm import configuration, slots
@@ -19,6 +20,7 @@ from torpor.vllm.connector_scheduler import SchedulerSide
 from torpor.vllm.options import Options
 
 PROCESS = Path(__file__).parent / "sessions_beside_process.py"
+STATS_PROCESS = Path(__file__).parent / "member_stats_process.py"
 OFFLOADING = {
     "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
     "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
@@ -81,6 +83,22 @@ def test_a_sleep_is_as_beside_that_connector_alone(result, kind):
     assert result["sleep"] == "slept" if follows else "KV connector" in result["sleep"], result["sleep"]
 
 
+@pytest.mark.slow
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("torpor", "transfer"),
+    [
+        ({"sessions": True, "offload": "eager", "host_bytes": "64MiB"}, None),
+        ({}, both(SCRIPTED, TORPORS)),
+    ],
+    ids=["option", "member"],
+)
+def test_the_front_end_takes_statistics_of_torpors_connector_as_a_member(zygote, tiny_model, torpor, transfer):
+    done = zygote.run([STATS_PROCESS, tiny_model, json.dumps(torpor), json.dumps(transfer)])
+    found = result_of(done)
+    assert found["tokens"] == 16 and "torpor_offload_blocks" in found["metrics"]
+
+
 # --- the configuration ------------------------------------------------------------------------------------------------
 
 
@@ -108,6 +126,19 @@ def test_it_comes_first_and_the_others_keep_what_they_were_given():
     made = chosen(KVTransferConfig(**both(SCRIPTED, OFFLOADING)))
     assert made.kv_connector_extra_config["connectors"][1:] == [SCRIPTED, OFFLOADING]
     assert chosen(None).kv_connector == "TorporAdmit"
+
+
+@pytest.mark.parametrize("given", [None, KVTransferConfig(**SCRIPTED)], ids=["torpors", "of your own"])
+def test_vllm_finds_each_member_by_the_name_that_its_statistics_have(monkeypatch, given):
+    monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
+    made = chosen(given, **({} if given else {"offload": "eager", "host_bytes": "64MiB"}))
+    for _ in range(2):
+        configuration._register_members(made)
+    for each in made.kv_connector_extra_config["connectors"]:
+        name = each["kv_connector"]
+        assert KVConnectorFactory.get_connector_class_by_name(name).__name__ == name
+    configuration._register_members(None)
+    configuration._register_members(KVTransferConfig(**OFFLOADING))
 
 
 def test_ranks_without_experts_are_refused_before_they_stop_knowing_of_each_other():

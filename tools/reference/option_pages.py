@@ -178,6 +178,7 @@ def environment_page(root: Path, problems: list[str]) -> str:
             blocks.append(f"### `{each['name']}`\n\n" + paragraph(plain(linked(sentence(each["text"]) + default))))
     return page(
         "Environment variables",
+        paragraph(plain(linked(_OF_OTHERS))),
         "## Options of an engine",
         paragraph("Each is for all engines of the process. Any of them turns torpor on."),
         links(of_options),
@@ -187,6 +188,10 @@ def environment_page(root: Path, problems: list[str]) -> str:
     )
 
 
+_OF_OTHERS = """An engine or a server with torpor refuses to start if the environment has a name that is nearly one of \
+these, such as `TORPOR_KEYFILE`, or `TORPOR_OFFLOAD`, an option that has no variable. It ignores other names that \
+begin with `TORPOR_`, and all that Kubernetes sets for a Service, as `TORPOR_SERVICE_HOST` and \
+`TORPOR_PORT_8000_TCP`."""
 _NAME = r"(?:TORPOR|AWS)_[A-Z0-9_]*[A-Z0-9]|NO_COLOR|XDG_RUNTIME_DIR|VLLM_PLUGINS|PYTHONHASHSEED"
 _READ_IN_CPP = re.compile(rf'"({_NAME})"')
 _READ_IN_PYTHON = re.compile(

@@ -88,17 +88,32 @@ Result<Exit> record(const Context& context) {
   TORPOR_ASSIGN_OR_RETURN(const auto recorder,
                           console::Recorder::create(context.file_system, path_of(context), arguments.output));
   const auto began = std::chrono::steady_clock::now();
+  bool seen_alive = false;  // an engine that starts later is waited for
+  bool said = false;
   for (bool last = false; !last;) {
     const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - began;
     last = context.interrupted() || (arguments.for_seconds > 0 && passed.count() >= arguments.for_seconds);
-    TORPOR_RETURN_IF_ERROR(recorder->look(last));
-    if (!last && !recorder->any_alive()) {
+    const Status looked = recorder->look(last);
+    const bool nothing = recorder->counts().processes == 0;
+    if (!looked && !(nothing && looked.error().code == Code::kNotFound)) return looked.error();
+    if (nothing && !last && !said) {
+      said = true;
+      fmt::print(stderr, "torpor: waits for an engine that publishes events in {}\n", harmless(path_of(context)));
+    }
+    seen_alive = seen_alive || recorder->any_alive();
+    const bool waits = !seen_alive && (arguments.for_seconds > 0 || nothing);
+    if (!last && !waits && !recorder->any_alive()) {
       last = true;
       TORPOR_RETURN_IF_ERROR(recorder->look(true));
     }
     if (!last) std::this_thread::sleep_for(console::Recorder::kPoll);
   }
   const console::RecorderCounts counts = recorder->counts();
+  if (counts.processes == 0) {
+    return Error{.code = Code::kNotFound,
+                 .what = fmt::format("no process has published events in {}", path_of(context)),
+                 .next_step = "start an engine with this directory as its option events_dir, or name another one"};
+  }
   const Json json = {{"directory", arguments.output},
                      {"processes", counts.processes},
                      {"events", counts.events},
@@ -367,19 +382,20 @@ Verb events_verb() {
 }
 
 Verb record_verb() {
-  return {.name = "record",
-          .help = "writes all that engines tell into files, until they end, or it is interrupted",
-          .json = "directory, processes, events, lost",
-          .declare =
-              [](CLI::App& app, Arguments& a) {
-                declare_events_path(app, a);
-                app.add_option("-o,--output", a.output, "a directory, made if it is not there; a file a process")
-                    ->required();
-                app.add_option("--for", a.for_seconds, "seconds, or 10m: and no longer")
-                    ->transform(CLI::AsNumberWithUnit(std::map<std::string, double>{{"s", 1}, {"m", 60}, {"h", 3600}},
-                                                      CLI::AsNumberWithUnit::CASE_SENSITIVE, "TIME"));
-              },
-          .stream = record};
+  return {
+      .name = "record",
+      .help = "writes all that engines tell into files, until they end, or it is interrupted; waits for the first one",
+      .json = "directory, processes, events, lost",
+      .declare =
+          [](CLI::App& app, Arguments& a) {
+            declare_events_path(app, a);
+            app.add_option("-o,--output", a.output, "a directory, made if it is not there; a file a process")
+                ->required();
+            app.add_option("--for", a.for_seconds, "seconds, or 10m: and no longer")
+                ->transform(CLI::AsNumberWithUnit(std::map<std::string, double>{{"s", 1}, {"m", 60}, {"h", 3600}},
+                                                  CLI::AsNumberWithUnit::CASE_SENSITIVE, "TIME"));
+          },
+      .stream = record};
 }
 
 Verb console_verb() {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def finish(vllm_config) -> None:
     refuse_rust_front_end()
     sleep_backend.choose(vllm_config, options)
     _choose_connector(vllm_config, options)
+    _register_members(vllm_config.kv_transfer_config)
     if holds_memory_of(vllm_config):
         scheduler.choose(vllm_config)
         worker.choose(vllm_config)
@@ -94,6 +96,19 @@ def _choose_admitting(vllm_config, options: Options) -> None:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": [admitting, *members]},
     })  # fmt: skip
+
+
+def _register_members(given) -> None:
+    """Register connectors inside vLLM's MultiConnector that name their module. By that module vLLM makes them, but it
+    rebuilds statistics of members by the registry alone, and the front end ends where one is not there."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if given is None or given.kv_connector != "MultiConnector":
+        return
+    for each in _members(given):
+        if module := each.get("kv_connector_module_path"):
+            with suppress(ValueError):  # it is registered
+                KVConnectorFactory.register_connector(each["kv_connector"], module, each["kv_connector"])
 
 
 def _of_torpor(wanted: dict) -> dict:

@@ -74,6 +74,7 @@ class EngineSide:
         _end_with_front_end(core)
         begin_events(core.vllm_config, "core")
         self.hooks = VllmHooks(core)
+        self._paused_for_checkpoint = 0.0  # seconds, of the stops of the one that is written while the engine serves
         self.controller = _core.SleepController(self.hooks, _given(options, _CONTROLLER_OPTIONS))
         self.updates = Updates(self)
         images = _given(options, _CHECKPOINT_OPTIONS)  # whose paths are given to other processes
@@ -196,9 +197,13 @@ class EngineSide:
         """One that is written while the engine serves (engine/sleep_controller.h)."""
         self.hooks.for_new_process = True
         self.controller.begin_checkpoint(options.get("progress", ""), options.get("metadata", {}))
+        self._paused_for_checkpoint = 0.0
 
     def continue_checkpoint(self, _: dict) -> str:
-        return self.controller.continue_checkpoint()
+        self.hooks.pause_seconds = 0.0
+        stage = self.controller.continue_checkpoint()
+        self._paused_for_checkpoint += self.hooks.pause_seconds
+        return stage
 
     def take_checkpoint(self, options: dict) -> dict:
         def take() -> dict:
@@ -207,7 +212,7 @@ class EngineSide:
 
         self.hooks.for_new_process = True
         report = self._with_bound(take)
-        return report | {"pause_seconds": self.hooks.pause_seconds} | self._stay(options)
+        return report | {"pause_seconds": self._paused_for_checkpoint + self.hooks.pause_seconds} | self._stay(options)
 
     def end_checkpoint(self, _: dict) -> dict:
         return self.controller.end_checkpoint()

@@ -86,7 +86,9 @@ class VllmHooks:
                 found.append("a model without a KV cache, whose requests begin again; host memory keeps them")
             if images := self._images():
                 count = sum(len(image["requests"]) for image in images)
-                found.append(f"hibernated requests ({count}); resume or abort them first; host memory keeps them")
+                found.append(
+                    f"hibernated requests ({count}); resume or abort them first; a sleep in host memory keeps them"
+                )
             if self.forks is not None and (count := self.forks.unstarted()) > 0:
                 found.append(f"forked requests that have not begun ({count}); let them take a step first")
             lost = lost_in_a_new_process(self.scheduler) + sorted({name for w in workers for name in w["lost"]})

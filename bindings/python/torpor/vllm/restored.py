@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLM.generate() and its relatives beside requests that a wake in a new process has restored.
+"""LLM.generate() and its relatives beside requests that LLM did not make: a wake in a new process has restored them, or
+LLMEngine.add_request() was given their ids.
 
-vLLM returns whatever ends while it runs the engine, in the order of ids that LLM made itself. Restored requests have
-ids of another process, equal to new ones or no numbers at all. So while LLM runs the engine for its own requests,
-outputs of restored ones are put aside; `LLMEngine.step()` and `LLM.wait_for_completion()` give them.
+vLLM returns whatever ends while it runs the engine, in the order of ids, which are numbers if LLM made them itself.
+Restored requests have ids of another process, equal to new ones or no numbers at all, and a caller's may be any text.
+So while LLM runs the engine for its own requests, outputs of others are put aside; `LLMEngine.step()` and
+`LLM.wait_for_completion()` give them.
 """
 
 from __future__ import annotations
@@ -24,15 +26,16 @@ def run_without(engine: LLMEngine) -> Iterator[None]:
         yield
 
 
-def is_restored(one) -> bool:
-    """Whether a wake in a new process has restored this request, or the one that this output is of."""
-    return getattr(one, "torpor_restored", False)
+def is_another(one) -> bool:
+    """Whether LLM did not make this request, or the one that this output is of. A caller's number counts as LLM's."""
+    name = getattr(one, "external_req_id", None) or one.request_id  # outputs have the caller's id alone
+    return getattr(one, "torpor_restored", False) or not name.isdecimal()
 
 
 def _are_there(engine: LLMEngine) -> bool:
-    """Whether restored requests run, or have outputs that nobody was given."""
+    """Whether other requests run, or have outputs that nobody was given."""
     given = step_outputs.of(engine)
-    return any(map(is_restored, _states(engine))) or any(map(is_restored, given.first))
+    return any(map(is_another, _states(engine))) or any(map(is_another, given.first))
 
 
 def _states(engine: LLMEngine) -> list:
@@ -43,7 +46,7 @@ def _states(engine: LLMEngine) -> list:
 
 @contextmanager
 def put_aside(engine: LLMEngine) -> Iterator[None]:
-    """Meanwhile step() and has_unfinished_requests() know only requests that began in this process."""
+    """Meanwhile step() and has_unfinished_requests() know only LLM's own requests."""
     given = step_outputs.of(engine)
     if given.aside is not None or not _are_there(engine):
         yield
@@ -59,17 +62,17 @@ def others(engine: LLMEngine, outputs: list) -> list:
     """Those of step() that are not put aside."""
     if (aside := step_outputs.of(engine).aside) is None:
         return outputs
-    aside += filter(is_restored, outputs)
-    return [output for output in outputs if not is_restored(output)]
+    aside += filter(is_another, outputs)
+    return [output for output in outputs if not is_another(output)]
 
 
 def has_others(engine: LLMEngine) -> bool:
     given = step_outputs.of(engine)
-    return not all(map(is_restored, _states(engine))) or not all(map(is_restored, given.first))
+    return not all(map(is_another, _states(engine))) or not all(map(is_another, given.first))
 
 
 def finish(engine: LLMEngine) -> list:
-    """Run the engine until the restored requests have ended. Return their last outputs, as they ended."""
+    """Run the engine until the other requests have ended. Return their last outputs, as they ended."""
     ended = []
     while _are_there(engine):
         ended += [output for output in engine.step() if output.finished]

@@ -8,6 +8,7 @@ The same as `vllm serve` with VLLM_PLUGINS=torpor and the options in the environ
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from dataclasses import MISSING, dataclass, fields
@@ -16,6 +17,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from torpor.errors import Busy, Error, Unsupported
+from torpor.vllm import connector_options
 from torpor.vllm.near_names import meant
 from torpor.vllm.options import Options, holds_memory_by
 from torpor.vllm.paths import expanded
@@ -127,6 +129,10 @@ def _parsed(
             parser.error(f"{flag} takes no value: leave out {word!r}")
     if unknown := [word for word in rest if word.startswith("--torpor-")]:
         wrong = unknown[0].split("=")[0]
+        option = wrong.removeprefix("--torpor-").replace("-", "_")
+        if option in connector_options.NAMES:
+            values = json.dumps({"torpor": {"offload": "eager"} | {option: "…"}}, ensure_ascii=False)
+            parser.error(f"{where}there is no option {wrong}; give it in --additional-config '{values}'")
         nearest = meant(wrong, [flag.name for flag in known.values()])
         parser.error(
             f"{where}there is no option {wrong}; {nearest}python -m torpor.vllm.serve --torpor-help lists them"

@@ -1803,6 +1803,10 @@ PORTABLE = (
         ),
     ),
     Module(
+        "vllm.distributed.kv_transfer.kv_connector.factory",
+        classes=(Class("KVConnectorFactory", calls={"register_connector": "cls, name, module_path, class_name"}),),
+    ),
+    Module(
         "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",
         classes=(
             Class(

@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields
 
 from torpor.errors import InvalidArgument
 from torpor.vllm.described import BYTES, NUMBER, PATH, SWITCH, TEXT, WHOLE, described, value_of
+from torpor.vllm.options import VARIABLES
+from torpor.vllm.variables import refuse_misspelt
 
 _MOST_KEY_CHARACTERS = 4096
 
@@ -255,6 +257,7 @@ class Settings:
     @staticmethod
     def from_environment(spelled: Mapping[str, str] | None = None) -> Settings:
         """spelled: what errors call a variable of the environment, if it was given otherwise, as by a flag."""
+        refuse_misspelt(VARIABLES, map(variable, fields(Settings)))
         values = {
             f.name: value_of(f, os.environ[variable(f)], (spelled or {}).get(variable(f), variable(f)))
             for f in fields(Settings)
