@@ -34,7 +34,7 @@ def priorities_of_any_size(model) -> dict:
     """A client chooses its request's priority, and vLLM takes 64 bits of it."""
     served = Served(model)
     for first, priority in enumerate((-(1 << 63), -1, (1 << 63) - 1)):
-        served.ask(1000 * (first + 1)).priority = priority
+        served.ask(1000 * (first + 1), priority=priority)
     served.finish()
     return {"stored": served.result.stored_blocks, "left": served.left()}
 
@@ -45,8 +45,8 @@ def lazy_priorities(model) -> dict:
     served = with_events(model, "lazy", device_blocks=60)
     published = events_of(served)
     tokens = 8 * replay.BLOCK + 3
-    prompts = {"later": served.ask(1000, tokens=tokens), "first": served.ask(2000, tokens=tokens)}
-    prompts["later"].priority, prompts["first"].priority = 5, -1
+    urgency = {"later": (1000, 5), "first": (2000, -1)}
+    prompts = {name: served.ask(first, tokens=tokens, priority=each) for name, (first, each) in urgency.items()}
     served.finish()
     served.ask(9000, tokens=replay.BLOCK)  # steps, in which they are offered
     served.finish()

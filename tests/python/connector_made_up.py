@@ -82,11 +82,14 @@ class Served:
         self.side = self.scheduler.connector.scheduler
         self._asked = 0
 
-    def ask(self, first: int, output_tokens: int = 4, tokens: int = PROMPT_BLOCKS * replay.BLOCK + 3):
+    def ask(
+        self, first: int, output_tokens: int = 4, tokens: int = PROMPT_BLOCKS * replay.BLOCK + 3, priority: int = 0
+    ):
         """A request whose prompt is named by `first`."""
         ids = tuple(range(first, first + -(-tokens // (replay.HASHED_BLOCKS * replay.BLOCK))))
         self._asked += 1
         request = self.replay.request(self._asked, replay.TraceRequest(ids, tokens, output_tokens))
+        request.priority = priority
         self.scheduler.add_request(request)
         return request
 

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-import gpu_path
+from conftest import gpu_path
 from feature_models import encoder
 from vllm import LLM, PoolingParams
 

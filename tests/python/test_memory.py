@@ -215,7 +215,17 @@ def test_what_vllms_graphs_hold_is_of_a_tag_too(monkeypatch):
     monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_customAllocator", lambda malloc, free: None, raising=False)
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: SimpleNamespace(id=(7, 1)))
+
+    class MemPool:
+        id = (7, 1)
+
+        def __init__(self, allocator):
+            pass
+
+        def snapshot(self, include_traces: bool = True) -> list:
+            return []
+
+    monkeypatch.setattr(torch.cuda, "MemPool", MemPool)
     monkeypatch.setattr(TorporAllocator, "of_this_process", None)
     patches._graph_pool(Patches())
 

@@ -40,8 +40,9 @@ def configuration(scheduler_cls=None, asynchronous=False, torpor=None) -> Simple
     scheduling = SimpleNamespace(scheduler_cls=scheduler_cls, async_scheduling=asynchronous)
     parallel = SimpleNamespace(worker_cls="vllm.v1.worker.cpu_worker.CPUWorker")
     return SimpleNamespace(
-        additional_config={"torpor": torpor or {}}, scheduler_config=scheduling, parallel_config=parallel
-    )
+        additional_config={"torpor": torpor or {}}, scheduler_config=scheduling, parallel_config=parallel,
+        kv_transfer_config=None,
+    )  # fmt: skip
 
 
 def chosen(**options) -> type:
