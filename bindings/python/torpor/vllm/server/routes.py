@@ -707,7 +707,7 @@ async def _events(
     try:
         while waits:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
+            for task in sorted(done, key=waits.__getitem__):  # the order of a set is chance
                 index, part = waits.pop(task), task.result()
                 text, before[index] = before[index] + part["text"], ""
                 ends[index] = part["tokens_end"]
