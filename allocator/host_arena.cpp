@@ -96,7 +96,9 @@ struct HostArena::Impl {
     mutex.unlock();
     const std::optional<uint64_t> free = free_in_system();
     mutex.lock();
-    const uint64_t wanted = align_up(bytes - there, kPage);
+    const uint64_t now_there = held - used;
+    if (bytes <= now_there) return ok();
+    const uint64_t wanted = align_up(bytes - now_there, kPage);
     return !free || wanted <= *free ? ok() : Status(no_memory(wanted, *free));
   }
 

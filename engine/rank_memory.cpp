@@ -184,16 +184,19 @@ Status RankMemory::free_soon(DeviceAddress address) {
 }
 
 void RankMemory::free_left() noexcept {
-  const auto is_gone = [&](DeviceAddress address) TORPOR_REQUIRES(mutex_) {
+  const auto stays = [&](DeviceAddress address) TORPOR_REQUIRES(mutex_) -> Status {
     const std::optional<RegionInfo> region = allocator_->region_at(address);
-    if (region && moves(region->state)) return false;
+    if (region && moves(region->state)) return ok();
     const Status freed = free_now(address);
-    return freed || freed.error().code == Code::kNotFound;
+    if (!freed && freed.error().code != Code::kNotFound) return ok();
+    return Error{.code = Code::kNotFound, .what = "it is free", .next_step = "forget it"};
   };
-  (void)try_catch([&]() TORPOR_REQUIRES(mutex_) -> Status {
-    std::erase_if(left_, is_gone);
-    return ok();
-  });
+  for (size_t i = left_.size(); i-- > 0;) {
+    // Without memory to look, it stays with the device: one that is free may belong to a new region by the next time.
+    if (try_catch([&]() TORPOR_REQUIRES(mutex_) { return stays(left_[i]); })) continue;
+    left_[i] = left_.back();
+    left_.pop_back();
+  }
 }
 
 Status RankMemory::free_now(DeviceAddress address) {

@@ -96,8 +96,8 @@ class RankMemory {
   // Free a region. If it has weights or KV blocks, a checkpoint that is being written ends. Errors: those of
   // SleepAllocator::free().
   Status free(DeviceAddress address);
-  // The same for a caller that cannot try again. What cannot be freed now is freed later: at the end of an order, or
-  // when something is freed, falls asleep or wakes.
+  // The same for a caller that cannot try again. What cannot be freed now is freed later: at the end of a move of
+  // tags, or when something is freed, falls asleep or wakes.
   Status free_soon(DeviceAddress address);
   // Give the memory of a region that is not in use back to the device. Its addresses stay reserved until free();
   // sleeps, wakes and ledgers ignore it from then on. Return the bytes given back. A checkpoint that is being written

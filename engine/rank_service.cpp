@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/rank_service.h"
 
+#include <type_traits>
+
 #include <fmt/core.h>
 
 namespace torpor {
@@ -8,7 +10,9 @@ namespace torpor {
 template <class Order>
 Result<Bytes> RankService::answer(const Order& order) {
   TORPOR_ASSIGN_OR_RETURN(typename Order::Reply reply, memory_.steps().carry_out(order));
-  memory_.free_left();
+  constexpr bool ends_a_move = std::is_same_v<Order, orders::Detach> || std::is_same_v<Order, orders::Undo> ||
+                               std::is_same_v<Order, orders::Finish>;
+  if constexpr (ends_a_move) memory_.free_left();
   if constexpr (requires { reply.ledger; }) memory_.fill(reply.ledger);
   return encode_reply<Order>(reply);
 }

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from torpor.errors import InvalidArgument
-from torpor.vllm import serve
+from torpor.vllm import configuration, serve
 from torpor.vllm.asking import asks
 from torpor.vllm.options import VARIABLES, Options
 from torpor.vllm.server.settings import Settings, variable
@@ -212,10 +212,11 @@ def test_who_asks_for_torpor(monkeypatch, engine, asked):
 def test_a_variable_with_nearly_the_name_of_another_is_not_ignored(monkeypatch, given_name, meant):
     monkeypatch.setenv(given_name, "1")
     with pytest.raises(InvalidArgument, match=given_name) as refused:
-        given()
+        configuration.finish(SimpleNamespace(additional_config={"torpor": {}}))
     assert meant in str(refused.value)
     with pytest.raises(InvalidArgument, match=given_name):
         Settings.from_environment()
+    given()  # of an engine that runs: a program may set others meanwhile
 
 
 @pytest.mark.parametrize(
@@ -240,9 +241,11 @@ def test_variables_of_others_stop_no_engine(monkeypatch, service):
     of_kubernetes += [f"{port}_8000_TCP{end}" for end in ("", "_PROTO", "_PORT", "_ADDR")]
     known = {*VARIABLES, *OTHERS, *map(variable, fields(Settings))}
     assert not known & set(of_kubernetes)
-    for name in (*of_kubernetes, "TORPOR_VERSION", "TORPOR_HOME", "TORPOR_MODEL", "TORPOR_NAMESPACE", *OTHERS):
+    of_neighbours = ("TORPOR_CONSOLE_URL", "TORPOR_API_KEY_FILE", "TORPOR_API_KEY_2")
+    others = ("TORPOR_VERSION", "TORPOR_HOME", "TORPOR_MODEL", "TORPOR_NAMESPACE", *OTHERS)
+    for name in (*of_kubernetes, *of_neighbours, *others):
         monkeypatch.setenv(name, "1")
-    given()
+    refuse_misspelt(VARIABLES)
     monkeypatch.delenv("TORPOR_ADMIN_KEY_FILE")
     Settings.from_environment()
 

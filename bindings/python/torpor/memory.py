@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torpor import _core
-from torpor.errors import Unsupported
+from torpor.errors import NotEnoughRoom, Unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -135,18 +135,20 @@ def release_unused(tag: str | None = None) -> None:
 
 def _release(tag: str) -> None:
     global _postponed
-    pools = _retired.get(tag, [])
-    unused = [at for at, pool in enumerate(pools) if not _is_used(pool)]
-    if _allocating:
-        _postponed = _postponed or bool(unused)
-    else:
-        for at in reversed(unused):
-            del pools[at]  # its end frees its memory
-    for at in range(len(pools)):
-        if _is_left(pools, at):
-            _trim(pools[at])
-    if not pools:
-        _retired.pop(tag, None)
+    pools = _retired.pop(tag, [])  # an object that Python's collector ends may call in here meanwhile
+    try:
+        unused = [at for at, pool in enumerate(pools) if not _is_used(pool)]
+        if _allocating:
+            _postponed = _postponed or bool(unused)
+        else:
+            for at in reversed(unused):
+                del pools[at]  # its end frees its memory
+        for at in range(len(pools)):
+            if _is_left(pools, at):
+                _trim(pools[at])
+    finally:
+        if pools:
+            _retired.setdefault(tag, []).extend(pools)
 
 
 def _is_used(pool: torch.cuda.MemPool) -> bool:
@@ -229,15 +231,19 @@ def sleep(*tags: str, keep: tuple[str, ...] | None = None, check: bool = False) 
 def wake(*tags: str) -> dict:
     """Fresh memory under the old addresses, with what was saved. `tags` none: all that sleeps.
 
-    torch's cache is emptied before, as somebody may have computed meanwhile. Returns bytes and seconds as sleep() does.
-    Raises NotEnoughRoom if the device has too little; all sleeps on then.
+    If the device has too little, torch's cache is emptied first, as somebody may have computed meanwhile. Returns bytes
+    and seconds as sleep() does. Raises NotEnoughRoom if it still has too little; all sleeps on then.
     """
-    make_room()
-    return _core.memory_wake(list(tags))
+    try:
+        return _core.memory_wake(list(tags))
+    except NotEnoughRoom:
+        make_room()
+        return _core.memory_wake(list(tags))
 
 
 def make_room() -> None:
-    """Give memory that torch keeps unused back to the device. Does nothing where release_unused() does not."""
+    """Give memory that torch keeps unused back to the device. Does nothing before torch uses the GPU, and while a graph
+    is captured, as release_unused()."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return

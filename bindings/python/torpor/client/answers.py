@@ -192,8 +192,8 @@ class Call:
         url = self._at(str(last.url), f"/torpor/requests/{quote(self.request_id, safe='')}")
         if last.method == "GET":  # there may have been a redirect
             url = last.url.copy_with(raw_path=last.url.raw_path.partition(b"?")[0].removesuffix(b"/stream"))
-        timeout = httpx.Timeout(_ABORT_SECONDS).as_dict()
-        return httpx.Request("DELETE", url, headers=self._headers_about_it(), extensions={"timeout": timeout})
+        extensions = self.request.extensions | {"timeout": httpx.Timeout(_ABORT_SECONDS).as_dict()}
+        return httpx.Request("DELETE", url, headers=self._headers_about_it(), extensions=extensions)
 
     def _headers_about_it(self) -> httpx.Headers:
         """Those of a question for the answer."""

@@ -55,8 +55,14 @@ class _Closing:
         self.going_on: set[str] = set()  # origins of servers whose calls go on when their connections break
 
     def request(self, call: Call, last: httpx.Request | None) -> httpx.Request | None:
-        """None: nothing. `last`: the last request of the call."""
-        if not self._aborts or not call.unfinished or last is None or origin(last) not in self.going_on:
+        """None: nothing. `last`: the last request of the call. Who only takes up another's answer does not end it."""
+        if (
+            not self._aborts
+            or call.begun_elsewhere
+            or not call.unfinished
+            or last is None
+            or origin(last) not in self.going_on
+        ):
             return None
         return call.abort(last)
 

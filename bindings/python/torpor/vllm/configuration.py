@@ -13,8 +13,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from torpor.errors import InvalidArgument, Unsupported
-from torpor.vllm import connector_options, scheduler, sleep_backend, worker
-from torpor.vllm.options import Options, holds_memory_of
+from torpor.vllm import connector_options, scheduler, sleep_backend, variables, worker
+from torpor.vllm.options import VARIABLES, Options, holds_memory_of
 
 
 def finish(vllm_config) -> None:
@@ -22,6 +22,7 @@ def finish(vllm_config) -> None:
     options = Options.of(vllm_config)
     if not options.enabled:
         return
+    variables.refuse_misspelt(VARIABLES)  # at the start alone: a program may set others while its engine sleeps
     refuse_rust_front_end()
     sleep_backend.choose(vllm_config, options)
     _choose_connector(vllm_config, options)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torpor.errors import InvalidArgument
-from torpor.vllm import connector_options, variables
+from torpor.vllm import connector_options
 from torpor.vllm.described import BYTES, PATH, SWITCH, TEXT, WHOLE, described, switch, value_of
 from torpor.vllm.near_names import meant
 
@@ -277,7 +277,6 @@ class Options:
         )
         if not isinstance(given, dict):
             raise InvalidArgument(f"additional_config['torpor'] is {given!r}", "give a dict of options")
-        variables.refuse_misspelt(VARIABLES)
         values: dict[str, Any] = {
             name: os.environ[variable] for name, variable in _VARIABLES.items() if variable in os.environ
         }

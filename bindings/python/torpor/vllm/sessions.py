@@ -313,6 +313,7 @@ class Sessions:
             self.drawn_seeds.add(request.request_id)
         admissions.admit(request, computed, for_runners(item))
         self._scheduler.add_request(request)
+        request.events.clear()  # that it is queued: it was where it began, and the front end's metrics have when
         self._clients.pop(request.request_id, None)
 
     def wake_portable(self, options: dict, engine: dict[str, str], key_file: str | None) -> dict:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from torpor.errors import InvalidArgument
-from torpor.vllm.options import Options, has_torpor_backend, names_torpor
+from torpor.vllm import variables
+from torpor.vllm.options import VARIABLES, Options, has_torpor_backend, names_torpor
 
 _DEFAULT_BACKEND, _BACKEND = "cumem", "torpor"
 
@@ -49,5 +50,6 @@ def finish_memory_alone(vllm_config) -> None:
     options = Options.of(vllm_config)
     if not options.enabled:
         return
+    variables.refuse_misspelt(VARIABLES)
     choose(vllm_config, options)
     choose_worker(vllm_config)

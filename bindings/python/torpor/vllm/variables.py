@@ -24,6 +24,8 @@ _OF_SERVER = "TORPOR_SERVER_"
 _SIMILAR = 0.8  # of 1: a name that is less so is somebody else's
 # Kubernetes gives these to containers for a Service whose name begins with "torpor".
 _OF_SERVICE = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
+# Names that people give to what is near torpor: where it is, a further key.
+_OF_NEIGHBOURS = re.compile(r".*_(URL|HOST)|TORPOR_API_KEY_.+")
 
 
 def refuse_misspelt(of_engine: frozenset[str], of_server: Iterable[str] = ()) -> None:
@@ -34,6 +36,8 @@ def refuse_misspelt(of_engine: frozenset[str], of_server: Iterable[str] = ()) ->
     plain = {_plain(name): name for name in known}
     for given in sorted(os.environ):
         if not given.startswith("TORPOR_") or given in known or _OF_SERVICE.fullmatch(given):
+            continue
+        if _OF_NEIGHBOURS.fullmatch(given):
             continue
         if given.startswith(_OF_SERVER) and not server:
             continue

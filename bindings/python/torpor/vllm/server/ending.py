@@ -95,7 +95,8 @@ async def _end_unsaved(server) -> None:
     lost = await _unwritten(server)
     if server.recorder is not None:
         logger.info("torpor: ends without a checkpoint, with %d requests to go on", server.running() - len(lost))
-    await asyncio.gather(_goodbye(server, lost), _release(server))  # vLLM may end the process soon
+    # What is in the object store stays owned for a term: the directory has more than it, and may serve again before.
+    await _goodbye(server, lost)
 
 
 def _enter_ending(server) -> None:
@@ -151,7 +152,8 @@ async def _end(server) -> None:
                 server.options.checkpoint_dir,
             )
         await _goodbye(server, lost)
-    await _release(server)
+    if server.remote is not None:
+        await server.tasks.run(server.remote.release(), _ENDING)
     where = " in a server with this directory" if begun and only_here else ""
     logger.info("torpor: ended with %d requests to go on%s, in %.2f s", running, where, time.monotonic() - began)
 
@@ -224,12 +226,6 @@ async def _goodbye(server, lost: Collection[str] = ()) -> None:
     except Exception as problem:
         server.tasks.failed(_ENDING, problem)
     await server.tasks.run(_notify_clients(server, lost), _ENDING)
-
-
-async def _release(server) -> None:
-    """Let the next server own at once what is in the object store. The log is closed: nothing is recorded any more."""
-    if server.remote is not None:
-        await server.tasks.run(server.remote.release(), _ENDING)
 
 
 async def _save_before_end(server, before: str) -> None:
