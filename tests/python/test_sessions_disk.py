@@ -237,6 +237,19 @@ def test_a_choice_that_was_aborted_meanwhile_is_missed_by_nobody(one, kind):  # 
     idle(one)
 
 
+def test_a_request_that_comes_back_is_not_queued_anew_in_vllms_metrics(one, monkeypatch):  # noqa: F811
+    """Its time in the queue would be less than none: it was scheduled before."""
+    one.begin(5, ["greedy"])
+    left = one.llm.torpor.hibernate("greedy", to="disk")
+    with monkeypatch.context() as counted:
+        counted.setattr(one.core.scheduler, "log_stats", True)
+        one.llm.torpor.resume(left.id)
+    [request] = one.core.scheduler.requests.values()
+    assert request.events == []
+    run(one.engine)
+    idle(one)
+
+
 def _steps(one, count: int) -> list:  # noqa: F811
     return [output for _ in range(count) for output in one.engine.step()]
 
