@@ -98,9 +98,9 @@ def test_a_call_that_never_arrived_is_sent_again_and_one_that_did_is_not(server)
         assert [call.split()[0] for call in server.calls] == ["POST", "GET"]
 
 
-def begun(one: openai.OpenAI, request_id: str):
-    """A stream whose first connection is there."""
-    headers = {"X-Request-Id": request_id}
+def begun(one: openai.OpenAI, request_id: str, **more: str):
+    """A stream whose first connection is there. `more`: headers."""
+    headers = {"X-Request-Id": request_id} | more
     return one.chat.completions.create(model="m", messages=MESSAGES, stream=True, extra_headers=headers)
 
 
@@ -488,6 +488,17 @@ def test_a_stream_that_was_taken_up_ends_where_it_is_read(going_on):
         while not any(call.startswith("GET") for call in going_on.calls):
             next(stream)
         stream.close()
+    assert deleted(going_on) == ["DELETE /torpor/requests/mine"]
+
+
+def test_who_only_takes_up_the_answer_of_another_does_not_end_it(going_on):
+    with made(going_on) as one, made(going_on) as reader:
+        next(begins := begun(one, "mine"))
+        stream = begun(reader, "mine", **{client.HAS_CHARACTERS: "0"})
+        next(stream)
+        stream.close()
+        assert not deleted(going_on)
+        begins.close()
     assert deleted(going_on) == ["DELETE /torpor/requests/mine"]
 
 
