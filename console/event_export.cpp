@@ -272,7 +272,7 @@ bool EventExport::write_perfetto(const std::vector<SourceEvents>& sources, const
       if (!is_known(event) || event.type == EventType::kLost) continue;
       const int64_t time = within(event.time);
       latest = std::max(latest, time);
-      // Of a slot each event is needed to know how long a state lasts: its spans are chosen below.
+      // A slot needs each of its events, to know how long a state lasts. Its spans are chosen below.
       if (event.type == EventType::kSlot ? !of_wanted_type(event) : !wanted(texts, event)) continue;
       bool more = true;
       const auto edge = static_cast<Edge>(event.to);

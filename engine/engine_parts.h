@@ -25,7 +25,7 @@ struct EngineParts {
 
   // Return kUnsupported if the state of the engine's requests cannot be preserved. `otherwise`: the error's next step.
   Status can_preserve(std::string_view otherwise) const;
-  // What a caller of a checkpoint can do otherwise.
+  // The `otherwise` of a checkpoint.
   static constexpr std::string_view kNoCheckpoint = "checkpoint when nothing of this is left, or serve without it";
   // Let the host store use the slots again that a sleep kept. A failure is logged; then the engine has that much less
   // memory to offload to.

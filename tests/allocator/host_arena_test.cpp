@@ -82,7 +82,7 @@ TEST(HostArena, OfLittleFreeMemoryItTakesWhatIsAskedFor) {
   EXPECT_SUCCEEDS(arena->allocate(1));
 }
 
-// What is given up counts as free, before anything is refused.
+// The arena asks others to give up memory before it refuses anything.
 TEST(HostArena, WithoutFreeMemoryOthersGiveUpTheirs) {
   uint64_t free = 4 * kMiB;
   const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB, .free_memory = [&] { return free; }}));

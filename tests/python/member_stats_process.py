@@ -27,7 +27,7 @@ def main(model: str, torpor: dict, transfer: dict | None) -> dict:
     llm = LLM(model, additional_config={"torpor": torpor}, **ENGINE | options | {"disable_log_stats": False})
     names: set[str] = set()
     deadline = time.monotonic() + MOST_SECONDS
-    while "torpor_offload_blocks" not in names and time.monotonic() < deadline:  # told once a second
+    while "torpor_offload_blocks" not in names and time.monotonic() < deadline:  # vLLM reports them once a second
         [output] = llm.generate([PROMPT], SamplingParams(max_tokens=16, ignore_eos=True), use_tqdm=False)
         names = {each.name for each in llm.get_metrics() if getattr(each, "value", 0)}
     llm.llm_engine.engine_core.shutdown()

@@ -129,7 +129,7 @@ class Engine:
         return self.end(answers) | {"waits": waits}
 
     def are_aborted_by_a_sleep(self) -> dict:
-        """What host memory has then, with nothing preempted and with one request."""
+        """Return the bytes used in host memory during such a sleep, without a preempted request and with one."""
         asleep = []
         for waits in (False, True):
             self.begin(0)

@@ -196,7 +196,7 @@ class Call:
         return httpx.Request("DELETE", url, headers=self._headers_about_it(), extensions=extensions)
 
     def _headers_about_it(self) -> httpx.Headers:
-        """Those of a question for the answer."""
+        """Return the headers of a question for the answer."""
         headers = self.request.headers.copy()
         for name in list(headers):
             if name in _LEFT_HEADERS or name.startswith(_LEFT_HEADER_STARTS):

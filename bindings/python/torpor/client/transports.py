@@ -48,14 +48,17 @@ class ResumingTransport(httpx.BaseTransport):
 
 
 class _Closing:
-    """What a call that is closed before its end leaves to be said to its server."""
+    """Decides whether a call that is closed before its end is aborted at its server."""
 
     def __init__(self, aborts: bool):
         self._aborts = aborts
         self.going_on: set[str] = set()  # origins of servers whose calls go on when their connections break
 
     def request(self, call: Call, last: httpx.Request | None) -> httpx.Request | None:
-        """None: nothing. `last`: the last request of the call. Who only takes up another's answer does not end it."""
+        """Return the request that aborts the call; None: it is not aborted, as where it only takes up another's answer.
+
+        `last`: the last request of the call.
+        """
         if (
             not self._aborts
             or call.begun_elsewhere

@@ -187,7 +187,7 @@ def request_to_value(request: Request) -> dict:
 
 
 def _counted_prefill(request: Request) -> dict:
-    """What its first token tells the front end: how much of its prompt was cached."""
+    """Return how much of the prompt was cached, which the request's first token will tell the front end."""
     counted = request.prefill_stats
     return {"prefill_stats": dict(vars(counted))} if counted is not None and any(vars(counted).values()) else {}
 
