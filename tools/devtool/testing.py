@@ -200,31 +200,30 @@ def whole_gpu_path() -> int:
     """Run all tests of engines on the GPU path, on the CPU's path what `test` runs on the GPU path alone, on both what
     takes too long for `test`, and tests of tools with nothing forked."""
     python, model = setup.everything()
-    env = environment(model) | gpu_path_environment()
-    engines = pytest_on_gpu_path(
-        python, *(f"tests/python/test_{name}.py" for name in ENGINES if "sessions" not in name)
-    )
-    sessions = pytest_on_gpu_path(python, *SESSIONS)
-    few_blocks = pytest_on_gpu_path(python, *FEW_BLOCKS)
-    too_long = [python, "-m", "pytest", *PYTEST_OPTIONS, "-m", "long or longer"]
-    others = sorted(
-        set(ROOT.glob("tests/python/test_*.py")) - {ROOT / f"tests/python/test_{name}.py" for name in ENGINES}
-    )
-    seldom = pytest_on_gpu_path(python, *others, "-m", "gpu_path and long")
+    env = environment(model)
+    on_gpu_path = env | gpu_path_environment()
     longer = {"TORPOR_PROOF": "long"}
-    commands = (
-        (engines, env),
-        (sessions, env),
-        (few_blocks, env),
-        (seldom, env),
-        ([python, *PYTEST, *BUT_SERVERS, "-m", f"not long and {GPU_PATH_ALONE}"], environment(model)),
-        ([*too_long, *BUT_SESSIONS], env | longer),
-        ([python, *PYTEST, "tests/tools"], environment(model) | longer),
+    engines = [f"tests/python/test_{name}.py" for name in ENGINES if "sessions" not in name]
+    others = sorted(
+        {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/python/test_*.py")} - {*engines, *SESSIONS}
     )
-    code = 0
-    for words, variables in commands:
-        code |= subprocess.run([str(word) for word in words], cwd=ROOT, env=variables).returncode
-    return code
+    parts = Parts()
+    parts.beside_each_other(
+        {
+            "Tools and documents": Job([python, *PYTEST, "tests/tools"], env | longer),
+            "Too long for `test`": Job([python, *PYTEST, *BUT_SESSIONS, "-m", "long or longer"], on_gpu_path | longer),
+            "Engines, vLLM's GPU path": Job(pytest_on_gpu_path(python, *engines), on_gpu_path),
+            "Sessions, vLLM's GPU path": Job(pytest_on_gpu_path(python, *SESSIONS), on_gpu_path),
+            "Few blocks, vLLM's GPU path": Job(pytest_on_gpu_path(python, *FEW_BLOCKS), on_gpu_path),
+            "All else on vLLM's GPU path, long": Job(
+                pytest_on_gpu_path(python, *others, "-m", "gpu_path and long"), on_gpu_path
+            ),
+            "What `test` runs on the GPU path alone": Job(
+                [python, *PYTEST, *BUT_SERVERS, "-m", f"not long and {GPU_PATH_ALONE}"], env
+            ),
+        }
+    )
+    return parts.summary()
 
 
 def main(arguments: list[str]) -> int:
