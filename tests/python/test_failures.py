@@ -253,6 +253,10 @@ def test_an_engine_with_requests_takes_no_checkpoint(one, checkpoint):
     assert one.finish(answers) == one.expected
 
 
+def tokens_and_text(answer) -> list:
+    return [completion[1:5] for completion in answer[1]]
+
+
 def test_a_request_that_cannot_be_restored_fails_alone(one, checkpoint, monkeypatch):
     from torpor.vllm import scheduler_values
 
@@ -272,9 +276,9 @@ def test_a_request_that_cannot_be_restored_fails_alone(one, checkpoint, monkeypa
     [completion] = answers["greedy"][1]
     assert completion[3] == "error" and "refused for this test" in completion[4]
     assert completion[1] == one.expected["greedy"][1][0][1][: len(completion[1])]  # what it had so far
-    # All but those whose draws depend on how many rows the batch has.
+    # All but those whose draws depend on how many rows the batch has. Its last bits, those of log probabilities, may.
     for name in ("seeded", "prefix-a", "stops", "long", "penalties"):
-        assert answers[name] == one.expected[name]
+        assert tokens_and_text(answers[name]) == tokens_and_text(one.expected[name])
 
 
 def test_a_restore_that_fails_after_one_that_did_not_leaves_the_label_of_the_weights(one, checkpoint, monkeypatch):

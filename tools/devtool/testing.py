@@ -203,7 +203,7 @@ def whole_gpu_path() -> int:
     env = environment(model)
     on_gpu_path = env | gpu_path_environment()
     longer = {"TORPOR_PROOF": "long"}
-    engines = [f"tests/python/test_{name}.py" for name in ENGINES if "sessions" not in name]
+    engines = [path for name in ENGINES if (path := f"tests/python/test_{name}.py") not in SESSIONS]
     others = sorted(
         {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/python/test_*.py")} - {*engines, *SESSIONS}
     )
