@@ -34,7 +34,7 @@ async def read(stream, into: dict) -> None:
     async for output in stream:
         for choice in output.outputs:
             tokens, _ = into.get(choice.index, ([], ""))
-            assert len(choice.token_ids) > len(tokens) or output.finished, "a token came twice"
+            assert len(choice.token_ids) > len(tokens) or choice.finished(), "a token came twice"
             into[choice.index] = (list(choice.token_ids), choice.text)
 
 
