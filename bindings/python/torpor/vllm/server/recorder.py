@@ -38,6 +38,8 @@ echo_of_call: ContextVar[Echo | None] = ContextVar("torpor_echo", default=None) 
 call_of_client: ContextVar[int] = ContextVar("torpor_call", default=0)  # a number of its own for each call, by the Gate
 # Ids of the requests whose answers the present call gives: the Gate makes the set, others fill it.
 answers_of_call: ContextVar[set[str] | None] = ContextVar("torpor_answers", default=None)
+# Why requests of the present call did not come into the engine: the Gate makes the list, life.Server fills it.
+refusals_of_call: ContextVar[list[str] | None] = ContextVar("torpor_refusals", default=None)
 
 _TRUE = ("true", "1", "1.0", "yes", "y", "on", "t")  # as pydantic reads a bool
 # What may stand before a client's X-Request-Id in the id of its response.
