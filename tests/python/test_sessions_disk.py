@@ -248,7 +248,7 @@ def test_a_request_that_comes_back_is_queued_in_vllms_metrics_if_it_never_ran(on
         counted.setattr(one.core.scheduler, "log_stats", True)
         one.llm.torpor.resume(left.id)
     [request] = one.core.scheduler.requests.values()
-    assert [event.type for event in request.events] == [] if steps else [EngineCoreEventType.QUEUED]
+    assert [event.type for event in request.events] == ([] if steps else [EngineCoreEventType.QUEUED])
     run(one.engine)
     idle(one)
 
