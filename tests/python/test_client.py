@@ -10,6 +10,7 @@ import ssl
 import threading
 import time
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import anyio
 import httpx
@@ -18,7 +19,7 @@ import pytest
 from answering_server import TEXT, AnsweringServer
 
 from torpor import client
-from torpor.client import answers
+from torpor.client import answers, transports
 
 WHOLE = "".join(TEXT)
 MESSAGES = [{"role": "user", "content": "Tell me of the sea."}]
@@ -488,6 +489,9 @@ def test_a_stream_that_was_taken_up_ends_where_it_is_read(going_on):
         while not any(call.startswith("GET") for call in going_on.calls):
             next(stream)
         stream.close()
+        assert deleted(going_on) == ["DELETE /torpor/requests/mine"]
+        next(other := begun(one, "other"))
+        other.close()  # that ends it, as the server has not said otherwise
     assert deleted(going_on) == ["DELETE /torpor/requests/mine"]
 
 
@@ -548,4 +552,30 @@ def test_a_call_that_is_cancelled_by_a_scope_of_anyio_ends_at_its_server_too(goi
                         scope.cancel()
 
     asyncio.run(scene())
+    assert deleted(going_on) == ["DELETE /torpor/requests/mine"]
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["asyncio", pytest.param("trio", marks=pytest.mark.skipif(find_spec("trio") is None, reason="needs trio"))],
+)
+def test_without_tasks_of_asyncio_a_stream_is_closed_and_ends_at_its_server_too(going_on, monkeypatch, backend):
+    """As with trio, where a cancelled scope is all that there is to close it in."""
+
+    async def scene() -> None:
+        inner = transports.AsyncSender({})
+        transport = transports.AsyncResumingTransport(inner, True, give_up_after=10, on_interruption=None)
+        async with httpx.AsyncClient(transport=transport, headers={"Authorization": "Bearer key"}) as http:
+            with anyio.CancelScope() as scope:
+                body = {"model": "m", "messages": MESSAGES, "stream": True}
+                url, named = f"{going_on.url}/v1/chat/completions", {"X-Request-Id": "mine"}
+                async with http.stream("POST", url, json=body, headers=named) as answer:
+                    async for _ in answer.aiter_bytes():
+                        if any(call.startswith("GET") for call in going_on.calls):  # it waited before that
+                            scope.cancel()
+            assert not [each for each in inner._client._transport._pool.connections if not each.is_idle()]
+
+    monkeypatch.setattr(transports, "_in_asyncio", lambda: False)
+    going_on.cuts = [200]
+    anyio.run(scene, backend=backend)
     assert deleted(going_on) == ["DELETE /torpor/requests/mine"]

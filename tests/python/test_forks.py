@@ -15,6 +15,7 @@ from requests_of_tests import run
 from test_sessions import CERTAIN, SCHEMA, idle, interrupted, kv_of, unfinished
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine import EngineCoreEventType
 
 from torpor import _core, errors
 from torpor.vllm import frontend
@@ -695,4 +696,20 @@ def test_images_know_from_whom_and_where_a_child_was_forked(one):
     found = one.finish(answers)
     assert alike(found[child], expected["greedy"])
     same({name: found[name] for name in ("greedy", "seeded")}, {name: expected[name] for name in ("greedy", "seeded")})
+    whole(one)
+
+
+def test_vllms_metrics_have_when_a_child_was_queued(one, monkeypatch):
+    """One without a token is queued as a new request. Another one was queued and scheduled as its parent."""
+    one.begin(5, ["greedy"])
+    with monkeypatch.context() as counted:
+        for each in (one.core.scheduler, one.engine.output_processor):
+            counted.setattr(each, "log_stats", True)
+        made = {at: one.llm.torpor.fork("greedy", 1, at=at).children[0] for at in (0, None)}
+    events = {at: [event.type for event in state_of(one, child).events] for at, child in made.items()}
+    assert events == {0: [EngineCoreEventType.QUEUED], None: []}
+    processor = one.engine.output_processor
+    states = {at: processor.request_states[processor.external_req_ids[child][0]] for at, child in made.items()}
+    assert states[0].stats.scheduled_ts == 0 < states[None].stats.scheduled_ts
+    one.finish({})
     whole(one)

@@ -5,6 +5,8 @@ import pytest
 from conftest import long_on_gpu_path
 from requests_of_tests import run
 
+from vllm.v1.request import RequestStatus
+
 from torpor import _core
 from torpor.vllm.server.recorder import Nobody, Recorder
 
@@ -80,3 +82,25 @@ def test_a_new_engine_goes_on_from_what_was_given_since_the_checkpoint(one, reco
     for name in names:
         if of(recorder, name)[0]["state"] == "running":
             assert finished[name][1][0][1] == one.expected[name][1][0][1], name
+
+
+def test_what_waited_when_the_server_stopped_is_queued_until_a_new_engine_schedules_it(one, recorder, monkeypatch):
+    """In vLLM's metrics. A request that ran is not queued a second time."""
+    one.begin(2, ("greedy", "seeded", "long", "long-seeded"))  # one of them waits
+    path = one.llm.checkpoint().checkpoint
+    packed = recorder.answers.pack()
+    recorder.close()  # the process is gone
+    run(one.engine)
+    one.llm.reset_prefix_cache()
+    report = one.llm.torpor.call("wake_up", {"from_checkpoint": path, "answers": packed, "hold": True})
+    with monkeypatch.context() as counted:
+        counted.setattr(one.engine.output_processor, "log_stats", True)
+        assert recorder.take_up(report["restored"], report["outputs"]) == []
+    one.llm.torpor.call("end_hold", {"keep": True})
+    requests, states = one.core.scheduler.requests, one.engine.output_processor.request_states
+    waiting = {name for name, request in requests.items() if request.status is RequestStatus.WAITING}
+    assert 0 < len(waiting) < len(requests)
+    assert {name for name, state in states.items() if state.stats.scheduled_ts == 0} == waiting
+    for state in states.values():
+        state.queue = None  # step() returns what comes
+    one.finish({})

@@ -162,6 +162,8 @@ def test_a_request_of_an_older_checkpoint_or_of_a_response_log_begins_in_vllms_m
     moments = (stats.queued_ts, stats.scheduled_ts, stats.first_token_ts, stats.last_token_ts)
     assert all(before <= moment <= time.monotonic() for moment in moments)
     assert stats.num_generation_tokens == request.num_output_tokens > 0
+    came_back = outputs.state_from_value(processor, value | {"status": "waiting"}).stats  # it waits, and ran before
+    assert came_back.scheduled_ts >= before
     run(one.engine)
 
 

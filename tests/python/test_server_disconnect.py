@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 from server_stubs import ADMIN, Engine, build, client, client_goes, no_settings, run, started  # noqa: F401
-from vllm.exceptions import GracefulHTTPError
+from fastapi.responses import JSONResponse
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.utils.async_utils import merge_async_iterators
 
 from torpor.errors import WrongState
 from torpor.vllm.server.recorder import Nobody
@@ -99,8 +101,10 @@ def test_an_abort_of_all_requests_ends_them(monkeypatch, tmp_path):
         app.state.engine_client = server.engine
         async with client(app, ADMIN) as http:
             assert (await http.post("/abort_requests", json={})).json() == {"status": "aborted", "aborted": 1}
-        assert aborted(server) == [["r"]] and not runs_without_client(server)
-        server.fail(WrongState("the engine is unrecoverable", "restart the server"))
+            assert aborted(server) == [["r"]] and not runs_without_client(server)
+            server.fail(WrongState("the engine is unrecoverable", "restart the server"))
+            answer = await http.post("/abort_requests", json={})
+            assert answer.status_code == 503 and "the next one goes on" in answer.json()["error"]["message"]
         with pytest.raises(GracefulHTTPError, match="the next one goes on"):  # nor does it say that it has aborted any
             await server.engine.abort(["r"], internal=True)
         assert aborted(server) == [["r"]]
@@ -127,5 +131,43 @@ def test_what_could_not_be_added_as_a_whole_ends(monkeypatch, tmp_path):
         assert aborted(server) == ["r", "r"]
         await client_goes(server.engine, "r")
         assert runs_without_client(server)
+
+    run(scene())
+
+
+def test_the_other_prompts_of_a_call_that_is_refused_end(monkeypatch, tmp_path):
+    """vLLM refuses the call, so no client has a part of its answer; its X-Request-Id may be used again at once."""
+
+    async def scene():
+        app, server = await serving(monkeypatch, tmp_path)
+        states = server.engine.output_processor.request_states
+
+        async def add_request(name: str) -> None:
+            if name == "refused":
+                raise VLLMValidationError("token id 9 is out of vocabulary")
+            states[name] = SimpleNamespace(queue=None)
+
+        async def generate(name: str):
+            await server.engine.add_request(name)
+            try:
+                await asyncio.sleep(60)
+                yield name
+            except asyncio.CancelledError:
+                await server.engine.abort(name, internal=True)
+                raise
+
+        async def completions():
+            try:
+                return [each async for each in merge_async_iterators(*map(generate, ("first", "refused", "last")))]
+            except VLLMValidationError as problem:
+                return JSONResponse({"error": str(problem)}, 400)
+
+        server._stock_add = add_request
+        app.add_api_route("/v1/completions", completions, methods=["POST"])
+        async with client(app) as http:
+            assert (await http.post("/v1/completions", json={})).status_code == 400
+        for _ in range(10):  # the generators notice that they are cancelled
+            await asyncio.sleep(0)
+        assert sorted(aborted(server)) == ["first", "last"]
 
     run(scene())

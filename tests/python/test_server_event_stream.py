@@ -17,13 +17,15 @@ STREAMED = {"model": "model", "prompt": "a", "stream": True}
 class Caller:
     """One call as uvicorn makes it: what the server sends is there when it is sent."""
 
-    def __init__(self, app, path: str, content: dict, headers: dict[str, str] | None = None, pieces: int = 2):
+    def __init__(
+        self, app, path: str, content: dict, headers: dict[str, str] | None = None, pieces: int = 2, method="POST"
+    ):
         body = json.dumps(content).encode()
         at = len(body) // pieces
         parts = [body[:at], body[at:]] if pieces == 2 else [body]
         self._parts = [{"type": "http.request", "body": part, "more_body": part is not parts[-1]} for part in parts]
         named = {"content-type": "application/json"} | (headers or {})
-        scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
+        scope = {"type": "http", "method": method, "path": path, "query_string": b""}
         scope["headers"] = [(name.encode(), value.encode()) for name, value in named.items()]
         self.sent: list[dict] = []
         self.gone = asyncio.Event()
@@ -276,5 +278,9 @@ def test_a_call_that_outlives_its_connection_says_so(monkeypatch, state, on_disc
         said = {name.lower() for name, _ in caller.sent[0]["headers"]}
         assert (b"x-torpor-on-disconnect" in said) == (on_disconnect == "continue")
         caller.task.cancel()
+        taker = Caller(app, "/torpor/requests/x/stream", {}, method="GET")
+        await taker.task
+        said = {name.lower() for name, _ in taker.sent[0]["headers"]}
+        assert (b"x-torpor-on-disconnect" in said) == (on_disconnect == "continue")
 
     run(scene())

@@ -7,17 +7,20 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import RequestStatus
 
 from torpor import _core
 from torpor.errors import Busy, InvalidArgument, NotFound, WrongState
-from torpor.vllm import connector_options, fork_calls, residency_calls, session_calls
+from torpor.vllm import connector_options, fork_calls, outputs, residency_calls, session_calls
 from torpor.vllm import sessions as in_the_core
 from torpor.vllm.engine_values import KnownSession, SessionAnswer
 from torpor.vllm.frontend import Report
@@ -506,3 +509,33 @@ def test_an_engine_remembers_the_last_images_that_others_took_and_no_more(monkey
     for image in ("a", "b", "c", "c"):  # the last one again: who asked has not heard it
         assert core.resume(image)["moved"] == [f"of-{image}"]
     assert list(core._moved) == ["b", "c"]
+
+
+def test_choices_of_an_engine_without_a_record_have_the_numbers_that_vllm_gives_them():
+    """Of /v1/completions with several prompts: those of one prompt stand together."""
+    params = SamplingParams(max_tokens=9, n=2, detokenize=False)
+    before = OutputProcessor(None, log_stats=False)
+    for prompt in (0, 1):
+        request = EngineCoreRequest(
+            request_id=f"x-{prompt}", external_req_id=f"cmpl-x-{prompt}", prompt_token_ids=[1, 2], mm_features=None,
+            sampling_params=params, pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None,
+            data_parallel_rank=None,
+        )  # fmt: skip
+        parent = ParentRequest(request)
+        for index in (0, 1):
+            child = copy(request)
+            child.request_id, child.sampling_params = parent.get_child_info(index)
+            before.add_request(child, None, parent, index, None)
+    captured = outputs.capture(before)
+    of_core = {"prompt_token_ids": [1, 2], "token_ids": [], "arrival_time": 0.0, "status": "waiting"}
+    of_core["sampling"] = sampling_to_value(params)
+    there = Recorder(OutputProcessor(None, log_stats=False), _core.DeliveryLog({"engine": {}}), False)
+    assert there.take_up([of_core | {"id": each["id"]} for each in captured["requests"]], captured) == []
+    expected = {"0_x-0": 0, "1_x-0": 1, "0_x-1": 2, "1_x-1": 3}
+    assert {each["request"]["id"]: each["choice"] for each in there.answers.all()} == expected
+    with called_by(ALICE):
+        answers = {
+            each["id"]: of_server._answer_of(each | of_core, captured["parents"]) for each in captured["requests"]
+        }
+    assert {name: answer["choice"] for name, answer in answers.items()} == expected
+    assert {answer["response"] for answer in answers.values()} == {"cmpl-x"}

@@ -26,6 +26,7 @@ from test_sessions import (  # noqa: F401  the fixtures are used by name
 
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.request import RequestStatus
 
 from torpor import _core, errors
@@ -237,15 +238,17 @@ def test_a_choice_that_was_aborted_meanwhile_is_missed_by_nobody(one, kind):  # 
     idle(one)
 
 
-def test_a_request_that_comes_back_is_not_queued_anew_in_vllms_metrics(one, monkeypatch):  # noqa: F811
-    """Its time in the queue would be less than none: it was scheduled before."""
-    one.begin(5, ["greedy"])
+@pytest.mark.parametrize("steps", [0, 5])
+def test_a_request_that_comes_back_is_queued_in_vllms_metrics_if_it_never_ran(one, monkeypatch, steps):  # noqa: F811
+    """Otherwise its time in the queue would be less than none: it was scheduled before. The front end hears of the
+    queue with the first token alone."""
+    one.begin(steps, ["greedy"])
     left = one.llm.torpor.hibernate("greedy", to="disk")
     with monkeypatch.context() as counted:
         counted.setattr(one.core.scheduler, "log_stats", True)
         one.llm.torpor.resume(left.id)
     [request] = one.core.scheduler.requests.values()
-    assert request.events == []
+    assert [event.type for event in request.events] == ([] if steps else [EngineCoreEventType.QUEUED])
     run(one.engine)
     idle(one)
 

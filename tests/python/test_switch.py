@@ -532,12 +532,12 @@ def test_a_request_that_has_ended_since_the_checkpoint_is_not_counted_among_thos
     for name in ("one", "two"):
         log.start(answer_of(name))
     log.step([{"id": "two", "at": 0, "tokens": [], "text": "", "state": "finished", "finish_reason": "stop"}])
-    item = {"prompt_token_ids": [1], "token_ids": [], "sampling": {}, "arrival_time": 0.0}
+    item = {"prompt_token_ids": [1], "token_ids": [], "sampling": {}, "arrival_time": 0.0, "status": "running"}
     made = {
         "checkpoint": "/tmp/torpor/g-000001", "requests": 2, "failed_requests": [], "seconds": 0.0, "restored_bytes": 0,
         "outputs": {"requests": [{"id": name} | item for name in ("one", "two")]},
     }  # fmt: skip
-    calls, counted = [], []
+    calls, counted, taken = [], [], []
 
     async def call(method: str, options: dict) -> dict:
         calls.append((method, options))
@@ -549,7 +549,7 @@ def test_a_request_that_has_ended_since_the_checkpoint_is_not_counted_among_thos
     metrics = SimpleNamespace(record=lambda *_: None, started=lambda *given: counted.append(given))
     server = SimpleNamespace(
         options=SimpleNamespace(sessions=True, checkpoint_dir="/tmp/torpor", key_file=None),
-        recorder=SimpleNamespace(answers=log, take_up=lambda restored, outputs: []),
+        recorder=SimpleNamespace(answers=log, take_up=lambda restored, outputs: taken.extend(restored) or []),
         engine=SimpleNamespace(torpor=SimpleNamespace(call=call), _run_output_handler=lambda: None),
         metrics=metrics, remember_woken=remember_woken,
     )  # fmt: skip
@@ -558,6 +558,7 @@ def test_a_request_that_has_ended_since_the_checkpoint_is_not_counted_among_thos
     report = asyncio.run(start._wake_portable(server, "/tmp/torpor"))
     replayed = {"extended": [], "added": [], "dropped": ["two"]}
     assert counted == [(1, replayed, {}), 1] and report.requests == 1 and report.checkpoint_bytes == 7
+    assert taken == [{"id": "one"} | item]
     assert calls[-1][0] == "end_portable" and calls[-1][1]["keep"] and calls[-1][1]["lost"] == ["two"]
 
 

@@ -114,6 +114,7 @@ class Call:
         self._unresumable = next((f"it has {name!r}" for name in _more_than_text(body)), "")
         self._rest = b""  # of an event
         self._taken_up = False  # what is read
+        self.read_at = ""  # origin of the server whose record of it was read: a request outlives such a connection
         self.complete = False
         self.over = False  # nothing more is asked or sent for it
         self.cut_off = ""  # why the server ended the answer before its end
@@ -338,8 +339,10 @@ def conversation(
         try:
             response = yield Send(request)
             answered = response.status_code == 200
-            if answered and going_on is not None and (asks or response.headers.get(_ON_DISCONNECT) == "continue"):
+            if answered and going_on is not None and response.headers.get(_ON_DISCONNECT) == "continue":
                 going_on.add(origin(request))
+            if answered and asks:
+                call.read_at = origin(request)
             for_now = _for_now(asks, failures > 0, servers.several)
             # With this header a server refuses what it has not begun.
             refused = not asks and response.status_code == 503 and "Retry-After" in response.headers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do what conversation() of answers.py says: as a transport of httpx, with and without asyncio."""
+"""Do what conversation() of answers.py says: as a transport of httpx, with asyncio or trio, or without them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any
 
+import anyio  # httpx needs it, too
 import httpx
 
 from torpor.client.answers import Call, Close, Give, Read, Respond, Send, Wait, conversation, origin
@@ -64,7 +65,7 @@ class _Closing:
             or call.begun_elsewhere
             or not call.unfinished
             or last is None
-            or origin(last) not in self.going_on
+            or origin(last) not in (*self.going_on, call.read_at)
         ):
             return None
         return call.abort(last)
@@ -204,7 +205,8 @@ class _AsyncBody(httpx.AsyncByteStream):
 
     async def aclose(self) -> None:
         aborting = None
-        if (abort := self._closing.request(self._call, self._last)) is not None:
+        abort = self._closing.request(self._call, self._last)
+        if abort is not None and _in_asyncio():
             # In a task of its own: the one that closes may be cancelled, and so may all that it awaits.
             aborting = asyncio.create_task(self._abort(abort))
             self._aborting.add(aborting)
@@ -216,6 +218,9 @@ class _AsyncBody(httpx.AsyncByteStream):
             self._open = None
         if aborting is not None:
             await asyncio.shield(aborting)
+        elif abort is not None:
+            with anyio.CancelScope(shield=True):
+                await self._abort(abort)
 
     async def _abort(self, request: httpx.Request) -> None:
         with contextlib.suppress(Exception):  # then it runs to its end
@@ -248,7 +253,7 @@ class _AsyncBody(httpx.AsyncByteStream):
             await step.response.aclose()
             self._open = None
             return None
-        await asyncio.sleep(step.seconds)
+        await anyio.sleep(step.seconds)
         return None
 
 
@@ -262,6 +267,15 @@ def _next_step(steps: Generator, call: Call, outcome: Any, problem: httpx.Transp
     except BaseException:
         call.over = True
         raise
+
+
+def _in_asyncio() -> bool:
+    """Whether asyncio runs this, not trio."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _of_a_stream(response: httpx.Response) -> list[tuple[str, str]]:

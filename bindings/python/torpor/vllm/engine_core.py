@@ -624,6 +624,7 @@ def _restored_requests(checkpoint: dict) -> list[dict]:
             "token_ids": list(item["output_token_ids"]),
             "sampling": item["sampling"],
             "arrival_time": item["arrival_time"],
+            "status": item["status"],
         }
         for item in checkpoint["scheduler"]["requests"]
     ]

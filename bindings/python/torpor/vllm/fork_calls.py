@@ -184,6 +184,7 @@ def _cut(parent: RequestState, tokens: list[int]) -> dict:
     value |= {"parent": None, "index": 0, "text_offset": 0, "sent_tokens_offset": 0, "pooling": None}
     if count == 0:
         value |= {"is_prefilling": True, "num_cached_tokens": 0, "num_cache_creation_tokens": 0, "stats": None}
+        value["status"] = "waiting"
         value["prompt_logprobs"] = _first(value["prompt_logprobs"], 1)  # they are computed again
     if count < parent.detokenizer.num_output_tokens():
         value["text"] = None

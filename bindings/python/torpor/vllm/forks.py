@@ -118,6 +118,8 @@ class Forks:
                 admissions.admit(child, 0, sessions.for_runners(item))  # nothing is to be loaded
                 child.num_computed_tokens = plan["computed_tokens"]
                 scheduler.add_request(child)
+                if child.num_output_tokens > 0:  # it was queued and scheduled as its parent
+                    child.events.clear()
         except BaseException:
             for child in made:
                 scheduler.finish_requests(child.request_id, RequestStatus.FINISHED_ABORTED)

@@ -234,8 +234,9 @@ def _restore_stats(state: RequestState, item: dict) -> None:
     now, tokens = time.monotonic(), len(item.get("token_ids", ()))
     known = item.get("stats")  # None: older, or of an engine without metrics
     past = {} if known is None else known["past"]
+    never_ran = item.get("status") == "waiting" and tokens == 0  # who has a token and waits came from elsewhere
     for name in _MOMENTS:
-        if name in past or name != "scheduled_ts" or item.get("status") != "waiting":
+        if name in past or name != "scheduled_ts" or not never_ran:
             setattr(stats, name, now - past.get(name, 0.0))
     stats.num_generation_tokens = tokens
     if known is not None:

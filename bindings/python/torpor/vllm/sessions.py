@@ -313,7 +313,8 @@ class Sessions:
             self.drawn_seeds.add(request.request_id)
         admissions.admit(request, computed, for_runners(item))
         self._scheduler.add_request(request)
-        request.events.clear()  # that it is queued: it was where it began, and the front end's metrics have when
+        if request.num_output_tokens > 0:  # else the front end has not heard yet that it was queued
+            request.events.clear()
         self._clients.pop(request.request_id, None)
 
     def wake_portable(self, options: dict, engine: dict[str, str], key_file: str | None) -> dict:

@@ -23,7 +23,8 @@ _STREAMED = {
     "/v1/chat/completions": True, "/v1/completions": True, "/inference/v1/generate": True,
     "/v1/responses": False, "/v1/messages": False, "/cohere/v2/chat": False,
 }  # fmt: skip
-# Of an answer to them, where its request outlives its connection: torpor.client then says when nobody wants the rest.
+# Of an answer to them, also if it is taken up, where its request outlives its connection: torpor.client then says when
+# nobody wants the rest.
 _GOES_ON = (b"x-torpor-on-disconnect", b"continue")
 
 
@@ -76,8 +77,8 @@ class EventStream:
                 await self._send(message)
 
     def _about_disconnect(self) -> list[tuple[bytes, bytes]]:
-        continues = self._path in _STREAMED and self._server.settings.on_disconnect == "continue"
-        return [_GOES_ON] if continues else []
+        is_answer = self._path in _STREAMED or self._path.startswith("/torpor/requests/")
+        return [_GOES_ON] if is_answer and self._server.settings.on_disconnect == "continue" else []
 
     async def _send_body(self, message) -> None:
         ends = not message.get("more_body", False)

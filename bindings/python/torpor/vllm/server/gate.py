@@ -13,13 +13,14 @@ from vllm.logger import init_logger
 from torpor.vllm.server import event_stream
 from torpor.vllm.server.access import Access, caller_of_call
 from torpor.vllm.server.event_stream import EventStream, asks_for_events
-from torpor.vllm.server.life import HANDED_OVER, let_in
+from torpor.vllm.server.life import ABORTS_NOTHING, HANDED_OVER, let_in
 from torpor.vllm.server.recorder import (
     Echo,
     answers_of_call,
     call_of_client,
     echo_of_call,
     new_call,
+    refusals_of_call,
     tenant_of_call,
 )
 from torpor.vllm.server.route_table import UNKNOWN, Asleep, Rule, Who, rule_of
@@ -46,6 +47,7 @@ class Gate:
             caller_of_call.set(self.access.caller(headers, tenant))
             answers: set[str] = set()
             answers_of_call.set(answers)
+            refusals_of_call.set([])
             call_of_client.set(new_call())
             refusal = self.access.refusal(rule.who, headers)
             if scope["type"] == "http" and get_route_path(scope) == "/v1/completions":
@@ -97,6 +99,8 @@ class Gate:
         match rule.asleep:
             case Asleep.ENDS_REQUESTS if await server.has_handed_over():  # vLLM answers before it has aborted any
                 return 409, HANDED_OVER
+            case Asleep.ENDS_REQUESTS if rule.who is not Who.CLIENT and server.aborts_nothing:
+                return 503, ABORTS_NOTHING
             case Asleep.NEEDS_WEIGHTS if not await server.has_weights():
                 return 409, f"the server is {server.state}; POST /wake_up?tags=weights first"
             case Asleep.REFUSED if server.state != "awake":

@@ -27,7 +27,7 @@ from torpor.vllm.progress import Watcher
 from torpor.vllm.server import access, ending, hosts, listening, moves, owning, standby, start, unlogged
 from torpor.vllm.server.automatic import Automatic
 from torpor.vllm.server.metrics import Metrics
-from torpor.vllm.server.recorder import Nobody, Recorder
+from torpor.vllm.server.recorder import Nobody, Recorder, refusals_of_call
 from torpor.vllm.server.remote import Remote
 from torpor.vllm.server.sessions import Sessions, name_tenant
 from torpor.vllm.server.settings import Settings
@@ -38,7 +38,7 @@ logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own n
 let_in: ContextVar[bool] = ContextVar("torpor_let_in", default=False)  # set by the Gate for a call that it let in
 _adds: ContextVar[bool] = ContextVar("torpor_adds", default=False)  # within add_request() of the engine
 HANDED_OVER = "the server has handed over its requests to the next one"
-_ABORTS_NOTHING = "the server ends, and the next one goes on with its requests"
+ABORTS_NOTHING = "the server ends, and the next one goes on with its requests"
 _WAIT_SECONDS = 0.01  # between looks whether requests have ended
 _LATE_SECONDS = 0.5  # between looks whether an early wake is over
 
@@ -289,6 +289,10 @@ class Server:
         outside = _adds.set(True)
         try:
             return await self._stock_add(*args, **kwargs)
+        except BaseException as problem:
+            if (refusals := refusals_of_call.get()) is not None:
+                refusals.append(repr(problem))
+            raise
         finally:
             _adds.reset(outside)
             self._adding -= 1
@@ -313,8 +317,8 @@ class Server:
             return
         if handed_over:
             raise GracefulHTTPError(HANDED_OVER, HTTPStatus.CONFLICT)
-        if asked and (self.state == "failed" or (self.recorder is not None and not self.recorder.records_aborts)):
-            raise GracefulHTTPError(_ABORTS_NOTHING, HTTPStatus.SERVICE_UNAVAILABLE)
+        if asked and self.aborts_nothing:
+            raise GracefulHTTPError(ABORTS_NOTHING, HTTPStatus.SERVICE_UNAVAILABLE)
         if internal and self.settings.on_disconnect == "continue" and self._client_went(problem):
             processor = self.engine.output_processor
             for each in [request_id] if isinstance(request_id, str) else list(request_id):
@@ -329,6 +333,8 @@ class Server:
         """Whether vLLM aborts a request because its client went away. `problem`: what it handles meanwhile."""
         if not isinstance(problem, asyncio.CancelledError | GeneratorExit) or _adds.get():  # it may be sent in part
             return False
+        if refusals_of_call.get():  # of another prompt of this call: vLLM refuses all of it
+            return False
         # No client holds a background response: only POST /v1/responses/ID/cancel cancels its task.
         responses = getattr(self.app_state, "openai_serving_responses", None)
         return asyncio.current_task() not in getattr(responses, "background_tasks", {}).values()
@@ -338,8 +344,13 @@ class Server:
         if await self.has_handed_over():  # also if asked only now, while this server ends: its log records nothing more
             raise WrongState(HANDED_OVER, "ask the next one")
         if not self.log.records_aborts:
-            raise WrongState(_ABORTS_NOTHING, "ask the next one")
+            raise WrongState(ABORTS_NOTHING, "ask the next one")
         await self._stock_abort(request_ids, internal=True)
+
+    @property
+    def aborts_nothing(self) -> bool:
+        """Whether the requests that are here go on in the next server."""
+        return self.state == "failed" or (self.recorder is not None and not self.recorder.records_aborts)
 
     async def has_handed_over(self) -> bool:
         """Return whether another server has the requests, once a hand-over in progress has come to its end: what ended

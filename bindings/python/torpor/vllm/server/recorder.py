@@ -38,10 +38,14 @@ echo_of_call: ContextVar[Echo | None] = ContextVar("torpor_echo", default=None) 
 call_of_client: ContextVar[int] = ContextVar("torpor_call", default=0)  # a number of its own for each call, by the Gate
 # Ids of the requests whose answers the present call gives: the Gate makes the set, others fill it.
 answers_of_call: ContextVar[set[str] | None] = ContextVar("torpor_answers", default=None)
+# Why requests of the present call did not come into the engine: the Gate makes the list, life.Server fills it.
+refusals_of_call: ContextVar[list[str] | None] = ContextVar("torpor_refusals", default=None)
 
 _TRUE = ("true", "1", "1.0", "yes", "y", "on", "t")  # as pydantic reads a bool
 # What may stand before a client's X-Request-Id in the id of its response.
 RESPONSE_ID_STARTS = ("chatcmpl-", "cmpl-", "resp_", "generate-tokens-")
+# What an engine that goes on with a request says of it.
+TAKEN_UP = ("prompt_token_ids", "token_ids", "sampling", "arrival_time", "status")
 
 
 def new_call() -> int:
@@ -419,7 +423,7 @@ class Recorder:
                 if front is None:
                     unwanted.append(item["id"])  # nobody asked for it
                     continue
-                response, prompt_index = split_response_id(front["external_id"])
+                response, choice = place_of(front, outputs["parents"])
                 request = unstarted_request(
                     item["id"], item["prompt_token_ids"], item["sampling"], item["arrival_time"]
                 )
@@ -429,16 +433,14 @@ class Recorder:
                         "request": request,
                         "response": response,
                         "tenant": "",
-                        "choice": prompt_index + front["index"],
+                        "choice": choice,
                         "front": {"state": _without_outputs(front)},
                     },
                 )
                 answer = self.answers.get(item["id"])
             state = state_from_value(
                 self._processor,
-                answer["front"]["state"]
-                | {name: item[name] for name in ("prompt_token_ids", "token_ids", "sampling", "arrival_time")}
-                | {"text": None},
+                answer["front"]["state"] | {name: item[name] for name in TAKEN_UP} | {"text": None},
             )
             state.is_prefilling = not item["token_ids"]
             if not visible_text(state, False).startswith(answer["text"]):
@@ -467,6 +469,13 @@ def split_response_id(external_id: str) -> tuple[str, int]:
     return external_id, 0
 
 
+def place_of(front: dict, parents: list[dict]) -> tuple[str, int]:
+    """The id of the response that a request of an engine without a record is part of, and the number of its choice."""
+    response, prompt_index = split_response_id(front["external_id"])
+    n = next((parent["sampling"]["n"] for parent in parents if parent["id"] == front["parent"]), 1)
+    return response, prompt_index * n + front["index"]
+
+
 def visible_text(state: RequestState, finished: bool, start: int = 0) -> str:
     """The text that vLLM would have delivered, from `start` on: what may yet become a stop string is held back."""
     text = getattr(state.detokenizer, "output_text", "")
@@ -475,8 +484,8 @@ def visible_text(state: RequestState, finished: bool, start: int = 0) -> str:
 
 
 def _without_outputs(front: dict) -> dict:
-    return {
-        name: value
-        for name, value in front.items()
-        if name not in ("prompt_token_ids", "token_ids", "sampling", "arrival_time")
-    } | {"logprobs": None, "prompt_logprobs": None, "cumulative_logprob": None}
+    return {name: value for name, value in front.items() if name not in TAKEN_UP} | {
+        "logprobs": None,
+        "prompt_logprobs": None,
+        "cumulative_logprob": None,
+    }

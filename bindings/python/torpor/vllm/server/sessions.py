@@ -32,7 +32,7 @@ from torpor.vllm.outputs import KnownEnd
 from torpor.vllm.server import loopback, moves
 from torpor.vllm.server.access import caller_of_call
 from torpor.vllm.server.other_server import Other
-from torpor.vllm.server.recorder import RESPONSE_ID_STARTS, Nobody, split_response_id, tenant_of_call
+from torpor.vllm.server.recorder import RESPONSE_ID_STARTS, Nobody, place_of, split_response_id, tenant_of_call
 from torpor.vllm.session_calls import MOVED
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
@@ -532,7 +532,9 @@ class ServerSide(frontend.AsyncSide):
         super().take(report, lost)
         states = self.engine.output_processor.request_states
         come = [each for each in outputs["requests"] if each["id"] in states]
-        self._answers = {each["id"]: served["answers"].get(each["id"]) or _answer_of(each) for each in come}
+        self._answers = {
+            each["id"]: served["answers"].get(each["id"]) or _answer_of(each, outputs["parents"]) for each in come
+        }
         self._come, self._ended = [states[each["id"]] for each in come], served.get("ended", [])
         for state in self._come:
             state.__class__ = KnownEnd  # it may end before it is recorded
@@ -618,12 +620,12 @@ def _ended_answer(answer: dict) -> dict:
     return {name: answer[name] for name in names} | {"request": dict(answer["request"]) | tokens}
 
 
-def _answer_of(item: dict) -> dict:
+def _answer_of(item: dict, parents: list[dict]) -> dict:
     """Return what the log is to have of a request of an engine without a server. It is of the tenant who calls."""
-    response, number = split_response_id(item["external_id"])
+    response, choice = place_of(item, parents)
     made = {name: item[name] for name in ("sampling", "arrival_time")}
     tenant = caller_of_call.get().tenant
-    return {"response": response, "tenant": tenant, "choice": number + item["index"], "request": made}
+    return {"response": response, "tenant": tenant, "choice": choice, "request": made}
 
 
 def names_of(name: str) -> tuple[str, ...]:

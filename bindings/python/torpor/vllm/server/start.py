@@ -15,6 +15,7 @@ from torpor.vllm import outputs as front_end
 from torpor.vllm import tracing
 from torpor.vllm.frontend import Report
 from torpor.vllm.progress import Watcher, watched
+from torpor.vllm.server.recorder import TAKEN_UP
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
@@ -124,16 +125,13 @@ async def _wake_portable(server, where: str) -> Report | None:
     try:
         outputs = report.pop("outputs")
         restored = [
-            {name: item[name] for name in ("id", "prompt_token_ids", "token_ids", "sampling", "arrival_time")}
-            for item in outputs["requests"]
-            if "token_ids" in item
+            {name: item[name] for name in ("id", *TAKEN_UP)} for item in outputs["requests"] if "token_ids" in item
         ]
         if report.failed_requests or (differing := _differing(answers, restored)):
             names = [each["id"] for each in report.failed_requests] or differing
             logger.warning("torpor: the KV of the checkpoint is not used: the log has more of %s", ", ".join(names))
             return None
         over = [item["id"] for item in restored if not _is_running(answers, item["id"])]
-        outputs["parents"] = []  # each choice is an answer of its own
         unwanted = over + server.recorder.take_up([item for item in restored if item["id"] not in over], outputs)
         kept = True
     finally:
