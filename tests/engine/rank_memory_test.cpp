@@ -230,6 +230,27 @@ TEST_F(FirstSleep, IsRefusedAndPlannedSoIfTheMachineHasNoMemory) {
   ASSERT_SUCCEEDS(tags.sleep({}, {"weights"}));
 }
 
+// The sleep gives an image that it replaces back before it takes memory for the new one.
+TEST_F(FirstSleep, TakesThePlaceOfAKeptBackupAndIsPlannedSo) {
+  uint64_t free = 3 * kSize;
+  const auto memory = make({.arena_budget_bytes = 2 * kSize + 2 * kMiB,
+                            .arena_slab_bytes = kMiB,
+                            .free_memory = [&] { return free; },
+                            .arena_prefault_bytes = 0,
+                            .keep_backup = true});
+  TagSleep tags(*memory);
+  for (int again = 0; again < 2; ++again) {
+    EXPECT_EQ(value_of(tags.plan_sleep({}, {"weights"})).obstacle, "");
+    ASSERT_SUCCEEDS(tags.sleep({}, {"weights"}));
+    ASSERT_SUCCEEDS(tags.wake({}));
+    memory->mark_dirty("weights");
+    free = 0;
+  }
+  // More than the backup that goes with it.
+  ASSERT_SUCCEEDS(memory->allocate("weights", "c", kSize));
+  EXPECT_NE(value_of(tags.plan_sleep({}, {"weights"})).obstacle.find("of the budget"), std::string::npos);
+}
+
 // As for an engine that captures CUDA graphs first.
 TEST_F(FirstSleep, WaitsWithItsHostMemoryUntilItIsToldToBegin) {
   for (const std::optional<uint64_t> prefault : {std::optional<uint64_t>(), std::optional(6 * kMiB)}) {
