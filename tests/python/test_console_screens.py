@@ -82,7 +82,9 @@ def test_each_screen_shows_what_the_recording_has(recording, size):
 
 
 def test_columns_stand_below_each_other_whatever_characters_they_have():
-    rows = [pages._row((word, 6, ""), (word, -6, ""), (7, -3, "")) for word in ("abc", "中文字符", "größeren", "e\u0301")]
+    rows = [
+        pages._row((word, 6, ""), (word, -6, ""), (7, -3, "")) for word in ("abc", "中文字符", "größeren", "e\u0301")
+    ]
     assert [row.cell_len for row in rows] == [21] * 4
     assert [row.plain for row in rows[1:3]] == ["中文字  中文字    7  ", "größer  größer    7  "]
     slot = {
