@@ -20,6 +20,7 @@ namespace {
 constexpr uint64_t kFirstSlab = 8 * kMiB;
 // Most bytes to pin at once beside work that must not notice: other calls of the driver wait about a millisecond.
 constexpr uint64_t kQuietPin = 8 * kMiB;
+constexpr uint64_t kSleepers = 16;  // most ranks of one machine that are expected to fall asleep at once
 
 }  // namespace
 
@@ -88,6 +89,23 @@ struct HostArena::Impl {
     if (least <= *free) return least;
     return no_memory(least, *free);
   }
+  // Prefault a new slab, and unmap it if others take the system's memory meanwhile: other ranks may fall asleep at the
+  // same time, and each has found enough for itself. Pieces become smaller with what is free, so that kSleepers of them
+  // fit. No lock is held.
+  Status touch_all(const ArenaSlab& slab, const PrefaultMethod& how, const TouchPages& touch) const {
+    uint64_t piece = 0;
+    for (uint64_t at = 0; at < slab.size; at += piece) {
+      const std::optional<uint64_t> free = free_in_system();
+      const uint64_t rest = slab.size - at;
+      if (free && at > 0 && rest > *free) {
+        unmap_fresh(slab.data, slab.size);
+        return no_memory(rest, *free);
+      }
+      piece = std::min(rest, free ? std::max(*free / kSleepers / kHugePage * kHugePage, kHugePage) : rest);
+      torpor::prefault(slab.data + at, piece, how, touch);
+    }
+    return ok();
+  }
   // Do the work of HostArena::check_free(). What another call is adding counts as there. Releases the lock meanwhile.
   Status check_free(uint64_t bytes) TORPOR_REQUIRES(mutex) {
     while (dropping > 0) changed.wait(mutex);  // it is about to be free
@@ -135,11 +153,11 @@ struct HostArena::Impl {
     bool fits = false;
     const Status taken = try_catch([&]() -> Status {
       TORPOR_ASSIGN_OR_RETURN(slab.size, fitting(size, align_up(bytes, kPage)));
-      fits = true;
       TORPOR_ASSIGN_OR_RETURN(slab.data, map_slab(slab.size, *options.numa, target));
       how.huge_pages = how.huge_pages && wants_huge_pages();
-      torpor::prefault(slab.data, slab.size, how, touch);
-      return ok();
+      const Status touched = touch_all(slab, how, touch);
+      fits = touched.has_value();
+      return touched;
     });
     if (taken) pin_slab(slab, options.pin_for, slab.size);
     mutex.lock();

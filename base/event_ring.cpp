@@ -194,7 +194,7 @@ void EventPort::text(TextKind kind, uint32_t request, uint64_t transfer, std::st
   if (EventWatch* const watch = ring_->watch(); watch != nullptr && kind == TextKind::kRequestName)
     watch->named(request, words);
   constexpr size_t kPart = 32;
-  words = words.substr(0, 256 * kPart);
+  words = first_bytes(words, 256 * kPart);
   uint8_t part = 0;
   do {
     std::array<char, kPart> bytes{};

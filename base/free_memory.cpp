@@ -12,6 +12,9 @@
 namespace torpor {
 namespace {
 
+// Of version 1, where the system counts swap.
+constexpr const char* kMemoryAndSwap = "/memory.memsw.limit_in_bytes";
+constexpr const char* kMemoryAndSwapUsed = "/memory.memsw.usage_in_bytes";
 constexpr uint64_t kNoLimit = uint64_t{1} << 60;  // version 1 writes about 2^63 if there is no limit
 
 // Return the sum of the numbers that follow these words, one a line; none if no line has one of them.
@@ -51,20 +54,30 @@ std::optional<MemoryBound> bound_of(const std::string& group, const GroupFiles& 
   const std::optional<uint64_t> used = number_in(group + files.used);
   if (total == std::numeric_limits<uint64_t>::max() || !used) return std::nullopt;
   const uint64_t cached = sum_of(group + "/memory.stat", files.cached).value_or(0);
-  const uint64_t needed = *used - std::min(*used, cached);
-  uint64_t swap = files.machine_swap;
-  if (const std::optional<uint64_t> most = number_in(group + "/memory.swap.max")) {
-    const uint64_t swapped = number_in(group + "/memory.swap.current").value_or(0);
-    swap = std::min(swap, *most - std::min(*most, swapped));
+  const auto left_of = [cached](uint64_t limit, uint64_t used) {
+    return limit - std::min(limit, used - std::min(used, cached));
+  };
+  MemoryBound bound{.total = total, .available = left_of(total, *used), .swap = files.machine_swap};
+  if (const std::optional<uint64_t> both = number_in(group + kMemoryAndSwap)) {
+    const uint64_t left = left_of(*both, number_in(group + kMemoryAndSwapUsed).value_or(*used));
+    bound.available = std::min(bound.available, left);
+    bound.swap = std::min(bound.swap, left - bound.available);
   }
-  return MemoryBound{.total = total, .available = total - std::min(total, needed), .swap = swap};
+  return bound;
 }
 
-// Add the bounds of the group and of all groups above it.
+// Add the bounds of the group and of all groups above it. What a group swaps counts for those above it, too.
 void add_groups(std::vector<MemoryBound>& bounds, std::string group, const GroupFiles& files) {
   if (group == "/") group.clear();
+  const size_t first = bounds.size();
   while (true) {
-    if (const std::optional<MemoryBound> bound = bound_of(files.mount + group, files)) bounds.push_back(*bound);
+    const std::string folder = files.mount + group;
+    if (const std::optional<MemoryBound> bound = bound_of(folder, files)) bounds.push_back(*bound);
+    if (const std::optional<uint64_t> most = number_in(folder + "/memory.swap.max")) {
+      const uint64_t swapped = number_in(folder + "/memory.swap.current").value_or(0);
+      for (size_t i = first; i < bounds.size(); ++i)
+        bounds[i].swap = std::min(bounds[i].swap, *most - std::min(*most, swapped));
+    }
     if (group.empty()) return;
     group.erase(group.rfind('/'));
   }

@@ -13,7 +13,7 @@ namespace torpor {
 struct MemoryBound {
   uint64_t total = 0;
   uint64_t available = 0;
-  uint64_t swap = 0;  // free swap space; of a group that has no limit of its own, the machine's
+  uint64_t swap = 0;  // free swap space: the machine's, or what a group and those above it may still use
 };
 
 // Return all bounds, the machine's first. A bound that cannot be read is left out. `root` is put before each path;

@@ -3,6 +3,7 @@
 // of strings into each source.
 #pragma once
 
+#include <cstddef>
 #include <span>
 #include <string>
 #include <string_view>
@@ -22,5 +23,15 @@ bool is_harmless(std::string_view text);  // whether harmless() is the same
 // Return `json`, JSON as text, with the same characters as escapes of JSON: its values stay the same. Line feeds stay.
 // Bytes that are not UTF-8 become U+FFFD.
 std::string harmless_json(std::string_view json);
+
+// Return the beginning of `text`, of at most `bytes` bytes, that ends with a whole character.
+std::string_view first_bytes(std::string_view text, size_t bytes);
+// Return the columns that a terminal shows `text` in. Colours need none, characters of East Asia two.
+size_t columns_of(std::string_view text);
+// Return `text` and as many spaces as it lacks to `columns` columns.
+std::string padded(std::string_view text, size_t columns);
+// Return the beginning of `text` that a terminal of this size shows, without its last line, which stays free. Each line
+// ends with what erases the rest of it.
+std::string fitted(std::string_view text, size_t lines, size_t columns);
 
 }  // namespace torpor

@@ -11,6 +11,7 @@
 
 #include "base/clock.h"
 #include "base/mutex.h"
+#include "base/text.h"
 #include "bindings/bind_errors.h"
 #include "bindings/bind_subjects.h"
 #include "bindings/module_files.h"
@@ -79,7 +80,7 @@ void check_call(const std::string& name, const std::string& params) {
   const console::ControlMethod* const method = console::find_control_method(name);
   if (method == nullptr)
     raise({.code = Code::kNotFound,
-           .what = fmt::format("there is no method \"{}\"", name.substr(0, 64)),
+           .what = fmt::format("there is no method \"{}\"", first_bytes(name, 64)),
            .next_step = "hello lists them"});
   value_or_raise(console::check_parameters(*method, nlohmann::json::parse(params, nullptr, false)));
 }
@@ -278,7 +279,7 @@ void bind_events(py::module_& module) {
         while (number < console::kInputKinds && name(static_cast<console::InputKind>(number)) != kind) ++number;
         if (number == console::kInputKinds || words.size() > kMostWords) {
           raise({.code = Code::kInvalidArgument,
-                 .what = fmt::format("an input \"{}\" of {} bytes", kind.substr(0, 64), words.size()),
+                 .what = fmt::format("an input \"{}\" of {} bytes", first_bytes(kind, 64), words.size()),
                  .next_step = "this is a mistake in the calling code"});
         }
         const EventPort port = process_events();

@@ -6,6 +6,7 @@
 
 #include <fmt/core.h>
 
+#include "base/text.h"
 #include "console/schema.h"
 #include "kvcache/offload_queue.h"
 
@@ -343,7 +344,7 @@ bool ControlSession::line(std::string_view text) {
   const ControlMethod* const method = find_control_method(word);
   if (method == nullptr) {
     answer(id, Error{.code = Code::kNotFound,
-                     .what = fmt::format("there is no method \"{}\"", word.substr(0, 64)),
+                     .what = fmt::format("there is no method \"{}\"", first_bytes(word, 64)),
                      .next_step = "hello lists them"});
     return true;
   }

@@ -8,6 +8,7 @@
 
 #include <fmt/core.h>
 
+#include "base/text.h"
 #include "console/event_export.h"
 #include "console/schema.h"
 #include "kvcache/offload_queue.h"
@@ -142,7 +143,7 @@ Result<Json> request_story(const SourceEvents& source, const std::string& reques
   }
   if (!story.empty()) return story.to_json();
   return Error{.code = Code::kNotFound,
-               .what = fmt::format("no event that is still there has a request \"{}\"", request.substr(0, 64)),
+               .what = fmt::format("no event that is still there has a request \"{}\"", first_bytes(request, 64)),
                .next_step = "give the whole name: slots lists the requests that have not ended"};
 }
 

@@ -40,6 +40,11 @@ struct TagImage {
     for (const SavedChunk& chunk : chunks) bytes += chunk.bytes;
     return bytes;
   }
+  uint64_t host_bytes() const {  // that the chunks in the arena take there
+    uint64_t bytes = 0;
+    for (size_t i = 0; host != nullptr && i < in_host; ++i) bytes += chunks[i].stored_bytes;
+    return bytes;
+  }
   bool needs_no_copy() const { return clean && host != nullptr; }
 };
 using TagImages = std::map<std::string, TagImage, std::less<>>;  // by tag

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <iterator>
+#include <utility>
 
 #include <fmt/core.h>
 
@@ -28,6 +29,11 @@ class Phases {
   TagMove& move_;
   std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
 };
+
+// A plan names the first obstacle: the call would end there.
+void note_obstacle(TagMove& move, std::string why) {
+  if (move.obstacle.empty()) move.obstacle = std::move(why);
+}
 
 }  // namespace
 
@@ -159,6 +165,7 @@ Result<TagMove> TagSleep::plan_sleep(std::vector<std::string> wanted, const std:
   const MutexLock lock(memory_.mutex());
   TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kAttached));
   TagMove move;
+  if (const Status usable = memory_.transfers().usable(); !usable) note_obstacle(move, usable.error().to_string());
   uint64_t needed = 0;  // of host memory
   for (const RegionInfo& region : memory_.allocator().regions()) {
     if (!has_tag(tags, region.tag)) continue;
@@ -170,21 +177,25 @@ Result<TagMove> TagSleep::plan_sleep(std::vector<std::string> wanted, const std:
                                 : move.copied_bytes) += region.size_bytes;
     if (has_tag(keep, region.tag) && !clean) needed += memory_.steps().saver().held_for(region.tag, region.size_bytes);
     if (region.state == RegionState::kBroken)
-      move.obstacle = fmt::format("the region {}/{} is broken", region.tag, region.name);
+      note_obstacle(move, fmt::format("the region {}/{} is broken", region.tag, region.name));
   }
+  // The sleep gives these back before it takes more: images that it replaces, and retained blocks.
+  uint64_t given_back = memory_.images().index().retained_bytes();
+  for (const std::string& tag : tags) {
+    const TagImage* const image = memory_.images().find(tag);
+    if (image != nullptr && has_tag(keep, tag) && !image->needs_no_copy()) given_back += image->host_bytes();
+  }
+  needed -= std::min(needed, given_back);
   const HostArenaInfo arena = memory_.arena().info();
   const uint64_t free = arena.held_bytes - arena.used_bytes;
+  const uint64_t left = arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes);
   if (!memory_.steps().saver().spills() && arena.budget_bytes != 0 && needed > free &&
       needed - free > arena.budget_bytes - std::min(arena.budget_bytes, arena.held_bytes)) {
-    move.obstacle =
-        fmt::format("{} bytes of host memory are needed, {} of the budget of {} are left", needed,
-                    arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes), arena.budget_bytes);
+    note_obstacle(move, fmt::format("{} bytes of host memory are needed, {} of the budget of {} are left", needed, left,
+                                    arena.budget_bytes));
   }
-  if (memory_.steps().saver().spills() && arena.budget_bytes != 0)
-    needed = std::min(needed, arena.budget_bytes - std::min(arena.budget_bytes, arena.used_bytes));
-  needed -= std::min(needed, memory_.images().index().retained_bytes());
-  if (const Status can = memory_.arena().check_free(needed); !can) move.obstacle = can.error().to_string();
-  if (!memory_.transfers().usable()) move.obstacle = memory_.transfers().usable().error().to_string();
+  if (memory_.steps().saver().spills() && arena.budget_bytes != 0) needed = std::min(needed, left);
+  if (const Status can = memory_.arena().check_free(needed); !can) note_obstacle(move, can.error().to_string());
   return move;
 }
 
@@ -192,12 +203,13 @@ Result<TagMove> TagSleep::plan_wake(std::vector<std::string> wanted) const {
   const MutexLock lock(memory_.mutex());
   TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> tags, select(std::move(wanted), RegionState::kDetached));
   TagMove move;
+  if (const Status usable = memory_.transfers().usable(); !usable) note_obstacle(move, usable.error().to_string());
   for (const RegionInfo& region : memory_.allocator().regions()) {
     if (!has_tag(tags, region.tag)) continue;
     move.physical_bytes += region.reserved_bytes;
     move.dropped_bytes += region.size_bytes;
     if (region.state == RegionState::kBroken)
-      move.obstacle = fmt::format("the region {}/{} is broken", region.tag, region.name);
+      note_obstacle(move, fmt::format("the region {}/{} is broken", region.tag, region.name));
   }
   for (const std::string& tag : tags) {
     if (const TagImage* const image = memory_.images().find(tag)) move.copied_bytes += image->bytes();
@@ -205,10 +217,9 @@ Result<TagMove> TagSleep::plan_wake(std::vector<std::string> wanted) const {
   move.dropped_bytes -= move.copied_bytes;
   const DeviceMemoryInfo device = memory_.device().info();
   if (const std::optional<uint64_t> free = device.free_bytes(); free && move.physical_bytes > *free) {
-    move.obstacle = fmt::format("{} bytes of device memory are needed, {} of {} are free", move.physical_bytes, *free,
-                                device.capacity_bytes);
+    note_obstacle(move, fmt::format("{} bytes of device memory are needed, {} of {} are free", move.physical_bytes,
+                                    *free, device.capacity_bytes));
   }
-  if (!memory_.transfers().usable()) move.obstacle = memory_.transfers().usable().error().to_string();
   return move;
 }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 
 #include <fmt/core.h>
 
@@ -31,6 +32,7 @@ struct Place {
 
 class DirectoryStore final : public ObjectStore {
  public:
+  using Visit = std::function<bool(std::string_view name)>;
   DirectoryStore(FileSystem& file_system, std::string path)
       : file_system_(file_system), path_(std::move(path)), url_("file://" + path_) {}
 
@@ -119,28 +121,26 @@ class DirectoryStore final : public ObjectStore {
     return all ? ok() : Status(all.error());
   }
 
-  Result<uint64_t> remove_unfinished(std::string_view folder, bool dry_run) override {
+  Status remove_unfinished(std::string_view folder, const Visit& goes) override {
     Result<Place> place = open(fmt::format("{}/x", folder), false);
-    if (!place && place.error().code == Code::kNotFound) return uint64_t{0};
+    if (!place && place.error().code == Code::kNotFound) return ok();
     if (!place) return place.error();
-    return remove_unfinished_below(*place->directory, dry_run);
+    return remove_unfinished_below(*place->directory, goes);
   }
 
  private:
-  static Result<uint64_t> remove_unfinished_below(Directory& directory, bool dry_run) {
-    uint64_t found = 0;
+  static Status remove_unfinished_below(Directory& directory, const Visit& goes) {
     TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, directory.list());
     for (const Entry& entry : entries) {
       if (entry.kind == EntryKind::kDirectory) {
         TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> below, directory.open_directory(entry.name));
-        TORPOR_ASSIGN_OR_RETURN(const uint64_t more, remove_unfinished_below(*below, dry_run));
-        found += more;
-      } else if (entry.kind == EntryKind::kFile && is_unfinished(entry.name)) {
-        if (!dry_run) TORPOR_RETURN_IF_ERROR(directory.remove_file(entry.name));
-        ++found;
+        TORPOR_RETURN_IF_ERROR(remove_unfinished_below(*below, goes));
+      } else if (entry.kind == EntryKind::kFile && is_unfinished(entry.name) && goes(entry.name)) {
+        const Status removed = directory.remove_file(entry.name);
+        if (!removed && removed.error().code != Code::kNotFound) return removed;  // another one was faster
       }
     }
-    return found;
+    return ok();
   }
 
   // Visit all keys below the directory. Return false if `visit` did.

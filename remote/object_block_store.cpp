@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include <fmt/core.h>
 
@@ -419,7 +420,8 @@ Status ObjectBlockStore::look_once() {
     }
     changed_.notify_all();
     TORPOR_RETURN_IF_ERROR(write_indexes());
-    return sweep();
+    TORPOR_RETURN_IF_ERROR(sweep());
+    return remove_unfinished();
   });
   record_answer(looked);
   return looked;
@@ -580,6 +582,29 @@ Status ObjectBlockStore::sweep() {
     if (over_) break;
     forget_key(key);
   }
+  return ok();
+}
+
+// Remove the files that were unfinished an interval ago and still are: no put takes that long. Clocks of machines need
+// not agree for that.
+Status ObjectBlockStore::remove_unfinished() {
+  Names before;
+  {
+    const MutexLock lock(known_);
+    if (saw_unfinished_at_ && clock_.now() - *saw_unfinished_at_ < kSweepInterval) return ok();
+    saw_unfinished_at_ = clock_.now();
+    before = std::exchange(unfinished_, {});
+  }
+  Names now;
+  begin_call(kLookSeconds);
+  TORPOR_RETURN_IF_ERROR(
+      store_->remove_unfinished(kAllPacks.substr(0, kAllPacks.size() - 1), [&](std::string_view name) {
+        if (before.contains(name)) return true;
+        if (now.size() < kMostRemovals) now.emplace(name);
+        return false;
+      }));
+  const MutexLock lock(known_);
+  unfinished_ = std::move(now);
   return ok();
 }
 

@@ -15,7 +15,8 @@
 // the engine lists the packs again in the background, at most once in each `look_interval`: it finds blocks of other
 // engines that much later.
 //
-// Each engine removes packs and indexes older than `expire`, of all namespaces; a block of a removed pack is a miss.
+// Each engine removes packs and indexes older than `expire`, of all namespaces; a block of a removed pack is a miss. It
+// also removes what a put has begun and not ended within an hour.
 // Each call has a deadline; after a few failures in a row the engine asks the store nothing for a while
 // (remote/breaker.h). A process does not read a damaged block again; the pack stays, for its other blocks.
 //
@@ -120,6 +121,7 @@ class ObjectBlockStore final : public BlockStore {
   void forget_key(const std::string& key) TORPOR_REQUIRES(known_);  // of a pack or an index
   Status write_indexes();
   Status sweep();
+  Status remove_unfinished();
   std::string new_name(uint64_t number) const;  // PackName
   int64_t now_seconds() const { return static_cast<int64_t>(clock_.unix_seconds()); }
 
@@ -145,6 +147,8 @@ class ObjectBlockStore final : public BlockStore {
   bool looking_ TORPOR_GUARDED_BY(known_) = false;
   std::chrono::nanoseconds looked_at_ TORPOR_GUARDED_BY(known_){};
   std::optional<std::chrono::nanoseconds> swept_at_ TORPOR_GUARDED_BY(known_);
+  std::optional<std::chrono::nanoseconds> saw_unfinished_at_ TORPOR_GUARDED_BY(known_);
+  Names unfinished_ TORPOR_GUARDED_BY(known_);                   // files that were unfinished then
   std::optional<Error> last_failure_ TORPOR_GUARDED_BY(known_);  // of the last look
   Mutex indexing_;                                               // of write_indexes(); held over its calls of the store
   std::thread thread_;                                           // last: it uses all above

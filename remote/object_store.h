@@ -36,11 +36,12 @@ class ObjectStore {
   virtual Status remove(std::string_view key) = 0;                         // ok if there is no such key
   // Call `visit` for each key that begins with `prefix`, in any order, until it returns false.
   virtual Status each_key(std::string_view prefix, const std::function<bool(std::string_view key)>& visit) = 0;
-  // Remove what writers that were killed have left in `folder`, which no key names. Return their number. `dry_run`:
-  // only that. Call it only while nobody creates keys there.
-  virtual Result<uint64_t> remove_unfinished(std::string_view folder, bool dry_run) {
-    (void)folder, (void)dry_run;
-    return uint64_t{0};
+  // Call `goes` with the name of each file in `folder` that a put_new() has begun and not ended, and that no key names;
+  // if it returns true, remove the file. No two calls of put_new() give such a file the same name, so one that is there
+  // for long is of a writer that was killed.
+  virtual Status remove_unfinished(std::string_view folder, const std::function<bool(std::string_view name)>& goes) {
+    (void)folder, (void)goes;
+    return ok();
   }
   // Return the keys that begin with `prefix`, in ascending order. kResourceExhausted: more than kMostKeys.
   Result<std::vector<std::string>> list(std::string_view prefix);

@@ -113,8 +113,10 @@ Result<RemovalReport> remove_unnamed(ObjectStore& store, const Clock& clock, con
       Result<Going> going = what_goes(store, options);
       for (const std::string_view folder : {"parts", "answers", "checkpoints"}) {
         if (!going) break;
-        const Result<uint64_t> unfinished = store.remove_unfinished(folder, options.dry_run);
-        if (unfinished) report.parts += *unfinished;
+        const Status unfinished = store.remove_unfinished(folder, [&](std::string_view) {
+          ++report.parts;
+          return !options.dry_run;
+        });
         if (!unfinished) going = unfinished.error();
       }
       if (!going) {

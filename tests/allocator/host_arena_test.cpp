@@ -82,6 +82,29 @@ TEST(HostArena, OfLittleFreeMemoryItTakesWhatIsAskedFor) {
   EXPECT_SUCCEEDS(arena->allocate(1));
 }
 
+// Several ranks that fall asleep at once have each found enough for itself.
+TEST(HostArena, MemoryThatOthersTakeMeanwhileIsNotTaken) {
+  uint64_t free = 0;
+  uint64_t goes = 0;  // from look to look
+  const auto arena = value_of(HostArena::create({.free_memory = [&] {
+    const uint64_t now = free;
+    free -= std::min(free, goes);
+    return now;
+  }}));
+  for (const bool with_others : {true, false}) {
+    free = 20 * kMiB;
+    goes = with_others ? 3 * kMiB : 2 * kMiB;  // this arena's pieces
+    const Status taken = arena->prefault(16 * kMiB);
+    if (!with_others) {
+      EXPECT_SUCCEEDS(taken);
+      continue;
+    }
+    EXPECT_FAILS(taken, Code::kResourceExhausted, "are free");
+    EXPECT_GT(free, 0u);
+    EXPECT_EQ(arena->info().held_bytes, 0u);
+  }
+}
+
 // The arena asks others to give up memory before it refuses anything.
 TEST(HostArena, WithoutFreeMemoryOthersGiveUpTheirs) {
   uint64_t free = 4 * kMiB;

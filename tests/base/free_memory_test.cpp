@@ -105,6 +105,35 @@ TEST_F(FreeMemory, TheSystemEndsNoProcessWhileThereIsSwapSpace) {
   EXPECT_EQ(free_memory(root()), 3 * kGiB);
 }
 
+TEST_F(FreeMemory, AGroupOfTheFirstVersionSwapsAsMuchAsItsLimitOfBothLeaves) {
+  machine(64 * kGiB, 60 * kGiB);
+  std::ofstream(root() + "/proc/meminfo", std::ios::app) << "SwapFree: " << 8 * kGiB / kKiB << " kB\n";
+  write("/proc/self/cgroup", "9:memory:/a\n");
+  const std::string group = "/sys/fs/cgroup/memory/a";
+  write(group + "/memory.limit_in_bytes", std::to_string(4 * kGiB));
+  write(group + "/memory.usage_in_bytes", std::to_string(2 * kGiB));
+  write(group + "/memory.stat", "total_inactive_file " + std::to_string(kGiB) + "\n");
+  write(group + "/memory.memsw.limit_in_bytes", "9223372036854771712\n");
+  EXPECT_EQ(memory_before_kill(root()), 11 * kGiB);
+  write(group + "/memory.memsw.limit_in_bytes", std::to_string(6 * kGiB));
+  write(group + "/memory.memsw.usage_in_bytes", std::to_string(3 * kGiB));
+  EXPECT_EQ(memory_before_kill(root()), 4 * kGiB);
+  EXPECT_EQ(free_memory(root()), 3 * kGiB);
+  write(group + "/memory.memsw.limit_in_bytes", std::to_string(4 * kGiB));  // of no swap
+  EXPECT_EQ(memory_before_kill(root()), 2 * kGiB);
+  EXPECT_EQ(free_memory(root()), 2 * kGiB);
+}
+
+TEST_F(FreeMemory, AGroupSwapsNoMoreThanThoseAboveItMay) {
+  machine(64 * kGiB, 60 * kGiB);
+  std::ofstream(root() + "/proc/meminfo", std::ios::app) << "SwapFree: " << 8 * kGiB / kKiB << " kB\n";
+  write("/proc/self/cgroup", "0::/pod/box\n");
+  write("/sys/fs/cgroup/pod/box/memory.max", std::to_string(4 * kGiB));
+  write("/sys/fs/cgroup/pod/box/memory.current", std::to_string(kGiB));
+  write("/sys/fs/cgroup/pod/memory.swap.max", "0\n");
+  EXPECT_EQ(memory_before_kill(root()), 3 * kGiB);
+}
+
 TEST_F(FreeMemory, OfAMachineThatDoesNotSayWhatIsAvailableNothingIsKnown) {
   write("/proc/meminfo", "MemTotal: 1000 kB\nMemFree: 900 kB\n");
   EXPECT_EQ(memory_before_kill(root()), std::nullopt);

@@ -99,6 +99,32 @@ TEST(TextTest, WhatATerminalObeysIsEscaped) {
   }
 }
 
+TEST(TextTest, ABeginningEndsWithAWholeCharacter) {
+  const std::string text = "ü€🂡\xff";  // 2, 3, 4 and 1 bytes
+  const std::vector<size_t> lengths = {0, 0, 2, 2, 2, 5, 5, 5, 5, 9, 10, 10};
+  for (size_t most = 0; most < lengths.size(); ++most)
+    EXPECT_EQ(first_bytes(text, most), text.substr(0, lengths[most]));
+}
+
+TEST(TextTest, ColumnsAreThoseOfATerminal) {
+  EXPECT_EQ(columns_of(""), 0u);
+  EXPECT_EQ(columns_of("größer €"), 8u);
+  EXPECT_EQ(columns_of("中文😀"), 6u);
+  EXPECT_EQ(columns_of("e\u0301"), 1u);
+  EXPECT_EQ(columns_of("\x1b[1;31mbad\x1b[0m"), 3u);
+  EXPECT_EQ(padded("中文", 6), "中文  ");
+  EXPECT_EQ(padded("\x1b[31mbad\x1b[0m", 4), "\x1b[31mbad\x1b[0m ");
+  EXPECT_EQ(padded("中文", 3), "中文");
+}
+
+TEST(TextTest, ATerminalIsFilledByColumns) {
+  const std::string end = "\x1b[K\n";
+  EXPECT_EQ(fitted("größer\n中文 a\nno room\n", 3, 5), "größe" + end + "中文 " + end);
+  EXPECT_EQ(fitted("a中\n", 9, 2), "a" + end);  // half a character is none
+  EXPECT_EQ(fitted("\x1b[31mbad\x1b[0m\n", 9, 3), "\x1b[31mbad\x1b[0m" + end);
+  EXPECT_EQ(fitted("\x1b[31mbad\x1b[0m\n", 9, 2), "\x1b[31mba\x1b[0m" + end);  // the next line has no colour
+}
+
 TEST(TextTest, JsonKeepsItsValues) {
   EXPECT_EQ(harmless_json("{\n \"a\": \"\x7f\u009b\u2028\u202eü\"}\n"),
             "{\n \"a\": \"\\u007f\\u009b\\u2028\\u202eü\"}\n");

@@ -101,6 +101,14 @@ TEST_F(ControlTest, SlotsAreSortedAndThenCut) {
   }
 }
 
+// Only the beginning of a name is repeated, and of whole characters.
+TEST_F(ControlTest, AnUnknownMethodIsNamedAsItWasWritten) {
+  ControlSession session(control_, {.connection = 1});
+  std::string name = "xx";
+  for (int i = 0; i < 20; ++i) name += "€";  // 62 bytes
+  EXPECT_EQ(ask(session, name + "€€")["error"]["what"], "there is no method \"" + name + "\"");
+}
+
 class QueueAndControl : public ControlTest {
  protected:
   TransferHandle add(size_t blocks) {

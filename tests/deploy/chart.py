@@ -23,9 +23,16 @@ def digest() -> str:
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in made_from)).hexdigest()
 
 
-def values(changes: dict | None = None) -> dict:
-    """The chart's values with changes, by their dotted names; what the schema refuses is a ValidationError."""
+def values(changes: dict | None = None, of_chart: dict[str, str] | None = None) -> dict:
+    """The chart's values with changes, by their dotted names; what the schema refuses is a ValidationError.
+
+    `of_chart`: of the values only these, as an older chart had them: the names of each table, "": all of it."""
     content = yaml.safe_load((CHART / "values.yaml").read_text())
+    if of_chart is not None:
+        content = {
+            table: {name: content[table][name] for name in names.split()} if names else content[table]
+            for table, names in of_chart.items()
+        }
     for name, value in (changes or {}).items():
         *parents, last = name.split(".")
         place = content
@@ -36,20 +43,20 @@ def values(changes: dict | None = None) -> dict:
     return content
 
 
-def render(changes: dict | None = None, service: str = "Helm") -> str:
+def render(changes: dict | None = None, service: str = "Helm", of_chart: dict[str, str] | None = None) -> str:
     """Needs Go and sprig. RuntimeError: the chart refuses these values."""
-    return _rendered(changes, service).stdout
+    return _rendered(values(changes, of_chart), service).stdout
 
 
 def notes(changes: dict | None = None) -> str:
     """What `helm install` prints."""
-    return _rendered(changes, "Helm").stderr
+    return _rendered(values(changes), "Helm").stderr
 
 
-def _rendered(changes: dict | None, service: str) -> subprocess.CompletedProcess[str]:
+def _rendered(given: dict, service: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"GO111MODULE": "off", "GOPATH": "/usr/share/gocode", "CGO_ENABLED": "0"}
     words = ["go", "run", RENDER, CHART, "llm", "default", service]
-    done = subprocess.run(words, input=json.dumps(values(changes)), capture_output=True, text=True, env=environment)
+    done = subprocess.run(words, input=json.dumps(given), capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         raise RuntimeError(done.stderr)
     return done

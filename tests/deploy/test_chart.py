@@ -31,6 +31,25 @@ EVERYTHING = {
 }  # fmt: skip
 
 
+# The values of the first chart, by the names of now: `helm upgrade --reuse-values` brings no others.
+FIRST_CHART = {
+    "replicas": "", "image": "repository tag pullPolicy", "model": "path existingClaim", "vllmArgs": "",
+    "keys": "existingSecret client admin", "state": "size storageClass",
+    "torpor": "onWakeError checkpointIntervalSeconds wakeOnRequest sleepAfterSeconds sleepToDiskAfterSeconds "
+              "responseLogSync",
+    "drain": "endpointSeconds checkpointSeconds processSeconds", "startSeconds": "", "service": "type port",
+    "nodeSelector": "", "tolerations": "", "affinity": "", "resources": "", "sharedMemory": "",
+    "podSecurityContext": "", "networkPolicy": "enabled from", "serviceMonitor": "enabled",
+    "prometheusRule": "enabled", "extraEnv": "",
+}  # fmt: skip
+
+
+def test_values_of_an_older_chart_render_as_with_the_defaults_of_those_added_since():
+    chosen = {"torpor.gpuPreserveState": False, "keyFile": {"existingSecret": "seals", "key": "key"}}
+    for changes in ({"serviceMonitor.enabled": True, "prometheusRule.enabled": True}, chosen):
+        assert render(changes, of_chart=FIRST_CHART) == render(changes)
+
+
 @pytest.mark.parametrize("changes", [{}, EVERYTHING, {"torpor.wakeOnRequest": False, "networkPolicy.enabled": False}])
 def test_what_it_renders_is_valid_and_keeps_its_promises(changes):
     found = manifests(render(changes))

@@ -87,7 +87,7 @@ def answers(address: str) -> bool:
         return False
 
 
-def until(condition, seconds: float = 60) -> None:
+def until(condition, seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -230,6 +230,31 @@ TEST_F(FirstSleep, IsRefusedAndPlannedSoIfTheMachineHasNoMemory) {
   ASSERT_SUCCEEDS(tags.sleep({}, {"weights"}));
 }
 
+// The sleep gives an image that it replaces back before it takes memory for the new one. Backups of other tags than the
+// weights are never trusted.
+TEST_F(FirstSleep, TakesThePlaceOfAKeptBackupAndIsPlannedSo) {
+  for (const bool bounded : {false, true}) {
+    uint64_t free = 3 * kSize;
+    const auto memory = make({.arena_budget_bytes = bounded ? 2 * kSize : 0,
+                              .arena_slab_bytes = kMiB,
+                              .free_memory = [&] { return free; },
+                              .arena_prefault_bytes = 0,
+                              .keep_backup = true});
+    ASSERT_SUCCEEDS(memory->allocate("rest", "c", kSize));
+    TagSleep tags(*memory);
+    for (int again = 0; again < 3; ++again) {
+      EXPECT_EQ(value_of(tags.plan_sleep({"rest"}, {"rest"})).obstacle, "");
+      EXPECT_EQ(value_of(tags.sleep({"rest"}, {"rest"})).copied_bytes, kSize);
+      ASSERT_SUCCEEDS(tags.wake({}));
+      if (!bounded) free = 0;
+    }
+    // More than the backup that goes with it.
+    ASSERT_SUCCEEDS(memory->allocate("rest", "d", 2 * kSize));
+    const std::string obstacle = value_of(tags.plan_sleep({"rest"}, {"rest"})).obstacle;
+    EXPECT_NE(obstacle.find(bounded ? "of the budget" : "are free"), std::string::npos) << obstacle;
+  }
+}
+
 // As for an engine that captures CUDA graphs first.
 TEST_F(FirstSleep, WaitsWithItsHostMemoryUntilItIsToldToBegin) {
   for (const std::optional<uint64_t> prefault : {std::optional<uint64_t>(), std::optional(6 * kMiB)}) {

@@ -81,6 +81,20 @@ def test_each_screen_shows_what_the_recording_has(recording, size):
     assert len(drive(Console(recording), ["8"], size)[0]) > 50
 
 
+def test_columns_stand_below_each_other_whatever_characters_they_have():
+    rows = [
+        pages._row((word, 6, ""), (word, -6, ""), (7, -3, "")) for word in ("abc", "中文字符", "größeren", "e\u0301")
+    ]
+    assert [row.cell_len for row in rows] == [21] * 4
+    assert [row.plain for row in rows[1:3]] == ["中文字  中文字    7  ", "größer  größer    7  "]
+    slot = {
+        "state": "decoding", "computed_tokens": 1, "tokens": 2, "device_blocks": 0, "host_hit_blocks": 0,
+        "disk_hit_blocks": 0, "seconds_in_state": 0, "waiting_for": "",
+    }  # fmt: skip
+    names = [pages.slot_cells(slot | {"request": name})[0] for name in ("中" * 11, "中" * 12, "a" * 22, "a" * 23)]
+    assert [name.plain for name in names] == ["中" * 11, "中" * 10 + " …", "a" * 22, "a" * 21 + "…"]
+
+
 def test_memory_is_shown_by_rank_and_tag(newest):
     lines, _ = drive(Console(newest), ["5"])
     assert any(line.split()[:2] == ["0", "kv_cache"] and "MB" in line for line in lines)

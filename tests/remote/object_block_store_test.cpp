@@ -7,6 +7,7 @@
 
 #include "tests/contract/store_contract.h"
 #include "tests/remote/store_in_memory.h"
+#include "tests/support/temporary_directory.h"
 #include "tests/support/two_clocks.h"
 
 namespace torpor {
@@ -377,6 +378,41 @@ TEST_F(ObjectBlockStoreTest, ABlockInTwoPacksStaysUntilTheNewerOneExpires) {
   clock_.advance(std::chrono::hours(20));
   ASSERT_SUCCEEDS(one->look());
   EXPECT_EQ(get_all(*one, {1}), "-");
+}
+
+// In a shared directory. Only what torpor itself names so goes, and only once no put can still be under way.
+TEST_F(ObjectBlockStoreTest, WhatAKilledWriterLeftGoesAfterAnHour) {
+  const TemporaryDirectory folder;
+  const auto one =
+      value_of(ObjectBlockStore::open("file://" + folder.path(), linux_file_system(), options_for(), clock_));
+  one->open_space(1, {});
+  put_all(*one, {1});
+  const std::string space =
+      value_of(value_of(linux_file_system().open_directory(folder / "kv1", false))->list())[0].name;
+  const auto packs = value_of(linux_file_system().open_directory(folder / ("kv1/" + space + "/r0/packs"), false));
+  const std::string begun = "unfinished-" + std::string(32, 'a') + "-";
+  const auto names = [&] {
+    std::vector<std::string> found;
+    for (const Entry& entry : value_of(packs->list())) found.push_back(entry.name);
+    found.erase(found.begin());  // the pack
+    return found;
+  };
+  ASSERT_SUCCEEDS(one->look());
+  clock_.advance(59min);
+  for (const char* name : {"7", "9"}) ASSERT_SUCCEEDS(packs->create_file(begun + name));
+  std::vector<std::string> foreign = {begun + "8", "unfinished-notes"};  // a directory, and a file of somebody
+  ASSERT_SUCCEEDS(packs->create_directory(foreign[0]));
+  ASSERT_SUCCEEDS(packs->create_file(foreign[1]));
+  for (const auto after : {0min, 1min, 59min}) {
+    clock_.advance(after);
+    ASSERT_SUCCEEDS(one->look());
+    EXPECT_EQ(names().size(), 4u);
+  }
+  ASSERT_SUCCEEDS(packs->create_file(begun + "99"));
+  clock_.advance(1min);
+  ASSERT_SUCCEEDS(one->look());
+  EXPECT_EQ(names(), (std::vector{foreign[0], begun + "99", foreign[1]}));
+  EXPECT_EQ(get_all(*one, {1}), "h");
 }
 
 TEST_F(ObjectBlockStoreTest, ADamagedBlockIsNotServedAndOthersOfItsPackAre) {

@@ -307,17 +307,10 @@ std::string show_console(const Json& json) {
 }
 
 // As much of the text as the terminal has lines and columns.
-std::string fitted(const std::string& text) {
+std::string on_terminal(const std::string& text) {
   winsize size{};
   if (::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_row == 0) return text;
-  std::string out;
-  int lines = 0;
-  for (size_t at = 0; at < text.size() && ++lines < size.ws_row;) {
-    const size_t end = std::min(text.find('\n', at), text.size());
-    out += text.substr(at, std::min<size_t>(end - at, size.ws_col)) + "\x1b[K\n";
-    at = end + 1;
-  }
-  return out;
+  return fitted(text, size.ws_row, size.ws_col);
 }
 
 // A line for each look, for a program that shows them.
@@ -353,7 +346,7 @@ Result<Exit> show_live(const Context& context) {
   for (int round = 0; !context.interrupted(); ++round) {
     TORPOR_ASSIGN_OR_RETURN(const std::vector<SourceEvents> news, follower.poll());
     take(watched, news);
-    if (round % 25 == 0 && !context.write("\x1b[H" + fitted(show_console(snapshot(watched))) + "\x1b[J")) break;
+    if (round % 25 == 0 && !context.write("\x1b[H" + on_terminal(show_console(snapshot(watched))) + "\x1b[J")) break;
     std::this_thread::sleep_for(kPoll);
   }
   return kFine;

@@ -57,12 +57,12 @@ std::string time_text(double unix_seconds) {
 std::string table(const std::vector<Row>& rows) {
   std::vector<size_t> widths(rows.front().size());
   for (const Row& row : rows) {
-    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], columns_of(row[i]));
   }
   std::string text;
   for (const Row& row : rows) {
     std::string line;
-    for (size_t i = 0; i < row.size(); ++i) line += fmt::format("{:<{}}  ", row[i], widths[i]);
+    for (size_t i = 0; i < row.size(); ++i) line += padded(row[i], widths[i] + 2);
     line.erase(line.find_last_not_of(' ') + 1);
     text += (&row == &rows.front() ? coloured("1", line) : line) + '\n';
   }

@@ -62,9 +62,10 @@ def _row(*cells: tuple[object, int, str]) -> Text:
     """Cells of (value, width, style); a negative width is flush right."""
     text = Text()
     for value, width, style in cells:
-        words = str(value)[: abs(width)]
-        text.append(words.rjust(-width) if width < 0 else words.ljust(width), style)
-        text.append("  ")
+        cell = Text(str(value), style)
+        cell.truncate(abs(width))
+        cell.align("right" if width < 0 else "left", abs(width))
+        text.append_text(cell).append("  ")
     return text
 
 
@@ -138,8 +139,10 @@ COLUMNS = (
 def slot_cells(slot: dict) -> list[Text]:
     """Return a row of the table of slots: a cell for each of COLUMNS."""
     state, right = slot["state"], "right"
+    name = Text(slot["request"])
+    name.truncate(22, overflow="ellipsis")
     return [
-        Text(slot["request"] if len(slot["request"]) <= 22 else slot["request"][:21] + "…"),
+        name,
         Text(f"{LETTERS.get(state, ' ')} {state}", _style(state)),
         Text(f"{slot['computed_tokens']}/{slot['tokens']}", justify=right),
         *(Text(str(slot[name]), justify=right) for name in ("device_blocks", "host_hit_blocks", "disk_hit_blocks")),

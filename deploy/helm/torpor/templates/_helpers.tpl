@@ -16,3 +16,23 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- define "torpor.image" -}}
 {{ printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) | quote }}
 {{- end -}}
+
+{{- /*
+`helm upgrade --reuse-values` brings the values of the chart that was installed, without those that were added since.
+Each template begins with this. Only added values are here: one that a user has removed with null stays away.
+*/ -}}
+{{- define "torpor.added" -}}
+{{- $key := dict "existingSecret" "" "key" "key" -}}
+{{- $torpor := dict "onDisconnect" "abort" "gpuPreserveState" true -}}
+{{- $tables := dict "keyFile" $key "torpor" $torpor "serviceMonitor" (dict "labels" dict) "prometheusRule" (dict "labels" dict) -}}
+{{- $others := dict "imagePullSecrets" list "serviceAccountName" "" "initContainers" list "extraVolumes" list "extraVolumeMounts" list -}}
+{{- range $name, $defaults := $tables -}}
+{{- if not (hasKey $.Values $name) -}}{{- $_ := set $.Values $name dict -}}{{- end -}}
+{{- range $key, $value := $defaults -}}
+{{- if not (hasKey (get $.Values $name) $key) -}}{{- $_ := set (get $.Values $name) $key $value -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $value := $others -}}
+{{- if not (hasKey $.Values $name) -}}{{- $_ := set $.Values $name $value -}}{{- end -}}
+{{- end -}}
+{{- end -}}
