@@ -168,14 +168,14 @@ def expect(runner, item: dict) -> None:
     """
     sampling = sampling_from_value(item["sampling"])
     generator = None
-    if (state := item["of_runner"]["generator"]) is not None:
+    if (drawn := item["of_runner"]["generator"]) is not None:
         generator = torch.Generator(device=runner.device)
-        generator.set_state(device.state_tensor(state))
+        generator.set_state(device.state_tensor(drawn))
     elif sampling.sampling_type == SamplingType.RANDOM_SEED:  # it had not run here
         generator = torch.Generator(device=runner.device)
         generator.manual_seed(sampling.seed)
         _draw(runner, generator, item["of_runner"].get("drawn", 0))
-    runner.requests[item["id"]] = CachedRequestState(
+    runner.requests[item["id"]] = state = CachedRequestState(
         req_id=item["id"],
         prompt_token_ids=list(item["prompt_token_ids"]),
         mm_features=[],
@@ -185,6 +185,8 @@ def expect(runner, item: dict) -> None:
         num_computed_tokens=0,
         output_token_ids=list(item["output_token_ids"]),
     )
+    if runner.uses_mrope:
+        runner._init_mrope_positions(state)
 
 
 def forget(runner) -> None:
