@@ -362,12 +362,16 @@ def unstarted_request(request_id: str, prompt_token_ids: list[int], sampling: di
 def given_since(checkpoint: dict) -> list[dict]:
     """Requests with more output tokens than the workers of the checkpoint know; `drawn`: how many more.
 
-    The last worker is of the last stage of a pipeline, which samples; others may hear of tokens a step later.
+    Of one whose tokens are no longer those of the workers all are more. The last worker is of the last stage of a
+    pipeline, which samples; others may hear of tokens a step later.
     """
-    known = {item["id"]: len(item["output_token_ids"]) for item in checkpoint["workers"][-1]["engine"]["requests"]}
+    known = {item["id"]: item for item in checkpoint["workers"][-1]["engine"]["requests"]}
     given = []
     for item in checkpoint["scheduler"]["requests"]:
-        drawn = len(item["output_token_ids"]) - known.get(item["id"], 0)
+        before = known.get(item["id"])
+        drawn = len(item["output_token_ids"])
+        if before is not None and _goes_on_from(before, item):
+            drawn -= len(before["output_token_ids"])
         if drawn > 0:
             given.append({
                 "id": item["id"],
@@ -379,6 +383,27 @@ def given_since(checkpoint: dict) -> list[dict]:
                 "drawn": drawn,
             })  # fmt: skip
     return given
+
+
+def _goes_on_from(of_worker: dict, request: dict) -> bool:
+    """Whether a worker's state of a request is the beginning of what the request is now."""
+    tokens = of_worker["output_token_ids"]
+    return list(tokens) == list(request["output_token_ids"][: len(tokens)])
+
+
+def drop_from_workers(checkpoint: dict) -> None:
+    """Take out of the workers' state the requests without a row that have ended since, or go on from other tokens.
+
+    Who rolls a checkpoint forward knows their rows, and not what an adapter keeps of them.
+    """
+    requests = {item["id"]: item for item in checkpoint["scheduler"]["requests"]}
+    for worker in checkpoint["workers"]:
+        rows = set(worker["rows"])
+        worker["engine"]["requests"] = [
+            item
+            for item in worker["engine"]["requests"]
+            if item["id"] in rows or ((now := requests.get(item["id"])) is not None and _goes_on_from(item, now))
+        ]
 
 
 # Counters of the scheduler that decide about later steps; not every version of vLLM has all.
