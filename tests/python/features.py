@@ -236,7 +236,8 @@ def _embedded(model: Path) -> dict:
         "long": (prompt(150, 2), _params(temperature=0.8, seed=13)),
         "longer": (prompt(300, 3), _params(temperature=0, max_tokens=15)),
         "by grammar": (
-            prompt(20, 6), _params(temperature=1.0, seed=5, structured_outputs=_structured(regex="[a-f]{18}"))
+            prompt(20, 6),
+            _params(temperature=1.0, seed=5, structured_outputs=_structured(regex="[a-f]{18}")),
         ),
         "options": ("The capital of France is", _params(temperature=0, extra_args={"x": b"y", "z": {1: 2}})),
     }
