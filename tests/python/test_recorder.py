@@ -6,6 +6,7 @@ from conftest import long_on_gpu_path
 from requests_of_tests import REQUESTS, run
 
 from torpor import _core
+from torpor.vllm.scheduler_values import drop_from_workers
 from torpor.vllm.server.recorder import Nobody, Recorder
 
 
@@ -99,6 +100,26 @@ def test_the_model_runner_forgets_what_has_ended_since_the_checkpoint(one, recor
     [worker] = one.core.torpor_side.hooks.capture()["workers"]
     assert [item["id"] for item in worker["engine"]["requests"]] == worker["rows"] == [greedy]
     one.engine.abort_request(["greedy"])
+
+
+@pytest.mark.parametrize(
+    ("now", "kept"),
+    [
+        ({}, True),
+        ({"output_token_ids": [7, 8]}, False),  # a worker may be behind, never ahead
+        ({"output_token_ids": [7, 8, 9, 10], "status": "preempted"}, True),
+        ({"output_token_ids": [7, 5, 9]}, False),
+        ({"prompt_token_ids": [2, 1]}, False),
+        ({"output_token_ids": [], "status": "waiting"}, False),
+        ({"id": "b"}, False),
+    ],
+)
+def test_a_worker_keeps_what_a_request_goes_on_from(now, kept):
+    of_worker = {"id": "a", "prompt_token_ids": [1, 2], "output_token_ids": [7, 8, 9]}
+    workers = [{"rows": rows, "engine": {"requests": [of_worker]}} for rows in ([], ["a"])]
+    request = {"id": "a", "prompt_token_ids": [1, 2], "output_token_ids": [7, 8, 9], "status": "running"} | now
+    drop_from_workers({"scheduler": {"requests": [request]}, "workers": workers})
+    assert [bool(worker["engine"]["requests"]) for worker in workers] == [kept, True]
 
 
 def test_a_request_that_took_another_course_goes_on_from_the_delivered_tokens(one, recorder):
