@@ -20,6 +20,14 @@ RequestState begun_again(RequestState request) {
   return request;
 }
 
+// Return the request of an answer as the checkpoint has it: no log has the images or embeddings of a prompt.
+RequestState with_inputs_of(const RequestState& saved, const RequestState& answered) {
+  if (saved.prompt_token_ids != answered.prompt_token_ids) return answered;  // another request has its id now
+  RequestState request = saved;
+  request.output_token_ids = answered.output_token_ids;
+  return request;
+}
+
 bool begins_with(const std::vector<int32_t>& tokens, const std::vector<int32_t>& start) {
   return tokens.size() >= start.size() && std::equal(start.begin(), start.end(), tokens.begin());
 }
@@ -32,7 +40,7 @@ Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const A
     RolledForward rolled;
     std::unordered_map<std::string, RequestState*> known;
     for (RequestState& request : state.scheduler.requests) known.emplace(request.id, &request);
-    std::vector<const Answer*> anew;
+    std::vector<RequestState> anew;
     for (const Answer& answer : answers) {
       const auto found = known.find(answer.request.id);
       if (answer.state != AnswerState::kRunning) {
@@ -40,7 +48,7 @@ Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const A
         continue;
       }
       if (found == known.end()) {
-        anew.push_back(&answer);
+        anew.push_back(begun_again(answer.request));
         continue;
       }
       RequestState& request = *found->second;
@@ -51,7 +59,7 @@ Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const A
         rolled.extended.push_back(request.id);
       } else {  // the delivered tokens count; and a waiting request has no tokens
         rolled.dropped.push_back(request.id);
-        anew.push_back(&answer);
+        anew.push_back(begun_again(with_inputs_of(request, answer.request)));
       }
     }
     if (forgotten) {
@@ -59,10 +67,10 @@ Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const A
       for (const auto& [id, request] : known) rolled.dropped.push_back(id);
     }
     for (const std::string& id : rolled.dropped) drop_request(state, id);
-    for (const Answer* answer : anew) {
-      state.scheduler.requests.push_back(begun_again(answer->request));
-      state.scheduler.waiting.push_back(answer->request.id);
-      rolled.added.push_back(answer->request.id);
+    for (RequestState& request : anew) {
+      state.scheduler.waiting.push_back(request.id);
+      rolled.added.push_back(request.id);
+      state.scheduler.requests.push_back(std::move(request));
     }
     TORPOR_RETURN_IF_ERROR(state.validate());
     return rolled;

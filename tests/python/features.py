@@ -233,6 +233,11 @@ def _embedded(model: Path) -> dict:
         "short": (prompt(20, 1), _params(temperature=0)),
         "long": (prompt(150, 2), _params(temperature=0.8, seed=13)),
         "longer": (prompt(300, 3), _params(temperature=0, max_tokens=15)),
+        # On the CPU it waits in the checkpoint of a take-over, and has tokens after it.
+        "by grammar": (
+            prompt(20, 6),
+            _params(temperature=1.0, seed=5, structured_outputs=_structured(regex="[a-f]{18}")),
+        ),
         "options": ("The capital of France is", _params(temperature=0, extra_args={"x": b"y", "z": {1: 2}})),
     }
     if gpu_path.active():

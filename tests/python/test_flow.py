@@ -3,10 +3,12 @@
 and recordings that replay. The engine is real, and its tokens are the same throughout.
 """
 
+import copy
 import gc
 import json
 import os
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 from zygote import MOST_SECONDS
 
 from torpor import _core
-from torpor.errors import InvalidArgument, NotFound
+from torpor.errors import InvalidArgument, NotFound, Unsupported
 from torpor.vllm import call_hooks, recorded_inputs, replay
 from torpor.vllm.connector_options import ConnectorOptions
 from torpor.vllm.policy import Policy
@@ -121,13 +123,18 @@ def test_hooks_stand_around_what_the_engine_does_and_keep_a_request_from_being_a
 def test_a_recording_of_vllm_replays_token_by_token(flow, zygote):
     [warned] = flow["warned"]
     assert "prompts and answers of all requests" in warned
-    environment = os.environ | {"TORPOR_BINARY": str(BINARY)}
+    rings = flow["folder"] / "rings of the replay"  # it has none of torpor's options, whatever is exported
+    environment = os.environ | {
+        "TORPOR_BINARY": str(BINARY),
+        "TORPOR_RECORD_INPUTS": "1",
+        "TORPOR_EVENTS_DIR": str(rings),
+    }
     done = zygote.run([Path(replay.__file__), flow["folder"] / "recording", "--json"], env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["equal"] and result["requests"] == 6
     assert 8 + 9 + 10 + 11 + 12 <= result["tokens"] < 8 + 9 + 10 + 11 + 12 + 13  # one was aborted
-    assert result["skipped"] == {}
+    assert result["skipped"] == {} and not rings.exists()
 
 
 class Echo:
@@ -137,7 +144,9 @@ class Echo:
         self.answers, self.running, self.prompts = answers, {}, {}
 
     def add_request(self, name, prompt, params, priority=0):
-        assert name not in self.prompts
+        assert name not in self.prompts and not params.stop
+        if name not in self.answers:
+            raise ValueError("more log probabilities than max_logprobs")
         self.prompts[name], self.running[name] = prompt["prompt_token_ids"], list(self.answers[name])
 
     def abort_request(self, names):
@@ -219,6 +228,65 @@ def test_a_replay_aborts_what_was_aborted_and_names_what_it_leaves_out():
     }  # fmt: skip
 
 
+def test_of_an_answer_with_a_gap_a_replay_compares_what_comes_before():
+    whole = list(range(600))
+    [(kind, words), (_, tokens)] = answered("a", whole)
+    lines = events(
+        ENGINE, *asked("a", 0, [1]), (kind, words), ("vllm tokens", tokens | {"tokens": whole[:200]}),
+        ("vllm tokens", tokens | {"first": 400, "tokens": whole[400:]}),
+    )  # fmt: skip
+    result = replay.replay(replay.read(lines), Echo({"a": whole}))
+    assert result["equal"] and result["tokens"] == 200 and result["cut"] == {"a": 200}
+    assert "a: a part of its answer is missing, compared are its first 200 tokens" in replay.shown(result)
+    assert not replay.replay(replay.read(lines), Echo({"a": whole[100:]}))["equal"]
+
+
+def test_a_replay_names_a_request_that_vllm_refuses_and_leaves_stop_strings_to_the_recorded_abort():
+    sampling = sampling_to_value(SamplingParams(temperature=0, max_tokens=4, stop=["e"]))
+    lines = events(ENGINE, *asked("a", 0, [1], sampling=sampling), *asked("b", 0, [2]), *answered("a", [3, 4]))
+    result = replay.replay(replay.read(lines), Echo({"a": [3, 4]}))
+    assert result["equal"] and result["requests"] == 1
+    assert result["skipped"] == {"b": "vLLM refuses it: more log probabilities than max_logprobs"}
+
+
+def test_an_engine_that_vllm_does_not_start_is_no_traceback(monkeypatch):
+    def llm(**options):
+        raise RuntimeError(f"no memory for {options['model']}")
+
+    monkeypatch.setattr("vllm.LLM", llm)
+    monkeypatch.setenv("TORPOR_RECORD_INPUTS", "1")
+    with pytest.raises(Unsupported, match="does not start an engine as it was recorded: no memory for other"):
+        replay._engine({"model": "m"}, "other")
+    assert "TORPOR_RECORD_INPUTS" not in os.environ
+
+
+def test_a_recording_has_the_options_that_change_tokens_and_names_those_that_are_code(one):
+    config = copy.copy(one.core.vllm_config)
+    options = recorded_inputs.engine_options(config)
+    assert options["structured_outputs_config"]["backend"] == "auto" and options["pipeline_parallel_size"] == 1
+    assert "speculative_config" not in options and "not_given" not in options
+    config.model_config, config.speculative_config = copy.copy(config.model_config), Speculation("ngram", "ngram", 3)
+    config.model_config.hf_overrides = {"rope_theta": 5.0}
+    options = recorded_inputs.engine_options(config)
+    assert options["speculative_config"] == {"method": "ngram", "model": "ngram", "num_speculative_tokens": 3}
+    assert options["hf_overrides"] == {"rope_theta": 5.0}
+    assert replay.read(events(("vllm engine", options))).engine == options
+    config.model_config.hf_overrides = lambda config: config
+    config.model_config.logits_processors = ["my.module:Processor"]
+    config.speculative_config = Speculation("custom_class", "my.module.Proposer", 3)
+    options = recorded_inputs.engine_options(config)
+    assert options["not_given"] == ["logits_processors", "hf_overrides", "speculative_config"]
+    with pytest.raises(InvalidArgument, match="had logits_processors, hf_overrides, speculative_config"):
+        replay.read(events(("vllm engine", options)))
+
+
+@dataclass
+class Speculation:
+    method: str
+    model: str
+    num_speculative_tokens: int
+
+
 class Recorded:
     """A scheduler's inputs, and what was written of them."""
 
@@ -294,6 +362,14 @@ def test_inputs_that_are_no_beginning_of_a_request_are_named_and_none_is_kept(mo
         (events(("engine", {})), "has no inputs of vLLM"),
         (events(ENGINE, ("vllm engine", {"model": "other"})), "several engines"),
         (events(("vllm engine", {"model": "m", "trust_remote_code": True})), "torpor did not write.*trust_remote_code"),
+        (
+            events(("vllm engine", {"model": "m", "speculative_config": {"method": "custom_class", "model": "a.b"}})),
+            "torpor did not write.*custom_class",
+        ),
+        (
+            events(("vllm engine", {"structured_outputs_config": {"reasoning_parser_plugin": "a.py"}})),
+            "torpor did not write.*reasoning_parser_plugin",
+        ),
         (events(ENGINE, ("vllm request", {"id": "a", "step": 1, "tokens": 0})), "torpor did not write.*priority"),
         (events(ENGINE, *asked("a", 0, [1]), ("vllm tokens", {"id": "a"})), "torpor did not write.*first"),
     ],

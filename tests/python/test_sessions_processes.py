@@ -11,6 +11,7 @@ from test_sessions import same
 SCRIPT = Path(__file__).parent / "sessions_process.py"
 REFUSED = Path(__file__).parent / "sessions_refused_process.py"
 DISK = Path(__file__).parent / "sessions_disk_process.py"
+MROPE = Path(__file__).parent / "mrope_process.py"
 
 
 @pytest.mark.slow
@@ -80,3 +81,13 @@ def test_a_request_moves_to_another_live_engine_also_if_its_own_is_killed(zygote
     assert moved["tokens"] == result["plain"] == result["beside"]
     assert result["plain"][: len(moved["given"])] == moved["given"] and 4 <= len(moved["given"]) < len(result["plain"])
     assert result["killed"] == {"tokens": result["plain"], "end": "length", "left": False}
+
+
+@pytest.mark.slow
+def test_requests_of_a_model_with_several_positions_a_token_come_back(zygote, tiny_model):
+    result = result_of(zygote.run([MROPE, tiny_model]))
+    assert result["uses_mrope"]
+    assert result["resumed"] == result["plain"]
+    assert result["forked"] == result["plain"]
+    assert result["child"] == result["plain"]["greedy"]
+    assert result["woken"] == result["plain"]

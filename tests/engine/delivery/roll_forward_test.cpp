@@ -85,6 +85,41 @@ TEST(RollForwardTest, ARequestThatTookAnotherCourseIsComputedAnewFromWhatWasGive
   EXPECT_EQ(state.scheduler.requests.back().num_computed_tokens, 0);
 }
 
+TEST(RollForwardTest, ARequestThatBeginsAgainKeepsWhatOnlyTheCheckpointHas) {
+  const Value with_images{Dict{{"features", {std::string("pixels")}}}};
+  struct Case {
+    size_t request;
+    std::vector<int32_t> given;
+    bool may_extend;
+  };
+  // It waited; it took another course; the engine cannot compute on top.
+  for (const auto& [number, given, may_extend] :
+       {Case{1, {7, 8}, true}, Case{0, {200, 999}, true}, Case{0, {200, 201, 55}, false}}) {
+    SchedulerCheckpoint state = test::example_checkpoint().state;
+    state.scheduler.requests[number].engine = with_images;
+    Answer answer = so_far(state.scheduler.requests[number], given);
+    answer.request.engine = Value{Dict{{"elsewhere", {std::string("images")}}}};
+    const RolledForward rolled = value_of(roll_forward(state, {{answer}}, false, may_extend));
+    EXPECT_EQ(rolled.added, (std::vector<std::string>{answer.request.id}));
+    const RequestState& again = state.scheduler.requests.back();
+    EXPECT_EQ(again.engine, with_images);
+    EXPECT_EQ(again.output_token_ids, given);
+    EXPECT_EQ(again.status, RequestStatus::kPreempted);
+    EXPECT_EQ(again.num_computed_tokens, 0);
+  }
+}
+
+TEST(RollForwardTest, AnotherRequestOfTheSameIdIsThatOfItsAnswer) {
+  SchedulerCheckpoint state = test::example_checkpoint().state;
+  Answer answer = so_far(state.scheduler.requests[1], {7});
+  answer.request.prompt_token_ids = {1, 2};
+  answer.request.engine = Value{Dict{}};
+  state.scheduler.requests[1].engine = Value{Dict{{"features", {std::string("pixels")}}}};
+  value_of(roll_forward(state, {{answer}}, false));
+  EXPECT_EQ(state.scheduler.requests.back().engine, answer.request.engine);
+  EXPECT_EQ(state.scheduler.requests.back().prompt_token_ids, answer.request.prompt_token_ids);
+}
+
 TEST(RollForwardTest, AStateThatIsAheadOfTheLogStays) {
   SchedulerCheckpoint state = test::example_checkpoint().state;
   const SchedulerCheckpoint before = state;

@@ -78,7 +78,7 @@ class _Replayed:
     """What StructuredOutputManager.accept_tokens() reads of a request, at a moment that has passed."""
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[int] | None
     structured_output_request: StructuredOutputRequest
     all_token_ids: list[int]
     use_structured_output: bool = field(default=True, init=False)
@@ -94,8 +94,8 @@ def replay(manager: StructuredOutputManager, request: Request) -> None:
         structured.grammar = structured._grammar.result()
     if isinstance(structured.grammar, Exception):
         raise structured.grammar
-    prompt = list(request.prompt_token_ids)
-    past = _Replayed(request.request_id, prompt, structured, prompt.copy())
+    of_prompt = list(request.all_token_ids[: request.num_prompt_tokens])  # zeros where it has embeddings
+    past = _Replayed(request.request_id, request.prompt_token_ids, structured, of_prompt)
     for token in request.output_token_ids:
         past.all_token_ids.append(token)
         if not manager.accept_tokens(past, [token]):

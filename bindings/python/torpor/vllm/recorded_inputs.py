@@ -108,8 +108,51 @@ class RecordedInputs:
 
 
 def engine_options(vllm_config) -> dict:
-    """What an engine needs to answer as this one does, as arguments of vLLM's LLM."""
-    return {name: value(vllm_config) for name, value in ENGINE_OPTIONS.items()}
+    """What an engine needs to answer as this one does, as arguments of vLLM's LLM; and NOT_GIVEN, where it has some."""
+    options = {name: item for name, value in ENGINE_OPTIONS.items() if (item := value(vllm_config)) is not None}
+    names = not_given(vllm_config)
+    for name in names:
+        options.pop(name, None)
+    return options | ({NOT_GIVEN: names} if names else {})
+
+
+def not_given(vllm_config) -> list[str]:
+    """Options that change tokens and that no recording gives to another engine: they name code, or are too long."""
+    model, structured = vllm_config.model_config, vllm_config.structured_outputs_config
+    speculation = vllm_config.speculative_config
+    found = {
+        "logits_processors": bool(model.logits_processors),
+        "model_class_overrides": bool(getattr(model, "model_class_overrides", None)),
+        "reasoning_parser_plugin": bool(getattr(structured, "reasoning_parser_plugin", None)),
+        "hf_overrides": bool(model.hf_overrides)
+        and not (isinstance(model.hf_overrides, dict) and _is_small(model.hf_overrides, 4000)),
+        "speculative_config": speculation is not None and speculation.method not in SPECULATION_METHODS,
+    }
+    return [name for name, is_so in found.items() if is_so]
+
+
+def _speculation(vllm_config) -> dict | None:
+    fields = _fields(vllm_config.speculative_config, SPECULATION_FIELDS)
+    if fields and fields.get("model") == vllm_config.model_config.model:  # vLLM finds it there, wherever that lies then
+        del fields["model"]
+    return fields
+
+
+# Fields that are given again, of structured_outputs_config and of speculative_config.
+STRUCTURED_FIELDS = (
+    "backend", "disable_any_whitespace", "disable_additional_properties", "reasoning_parser", "enable_in_reasoning",
+)  # fmt: skip
+SPECULATION_FIELDS = (
+    "method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "quantization", "revision",
+    "rejection_sample_method", "parallel_drafting", "num_speculative_tokens_per_batch_size",
+)  # fmt: skip
+SPECULATION_METHODS = ("ngram", "ngram_gpu", "draft_model", "eagle", "eagle3", "mtp", "suffix")
+
+
+def _fields(config, names: Sequence[str]) -> dict | None:
+    if config is None:
+        return None
+    return {name: item for name in names if (item := getattr(config, name, None)) is not None}
 
 
 ENGINE_OPTIONS: dict[str, Callable[[Any], Any]] = {
@@ -129,7 +172,18 @@ ENGINE_OPTIONS: dict[str, Callable[[Any], Any]] = {
     "block_size": lambda config: config.cache_config.block_size,
     "num_gpu_blocks_override": lambda config: config.cache_config.num_gpu_blocks,
     "tensor_parallel_size": lambda config: config.parallel_config.tensor_parallel_size,
+    "pipeline_parallel_size": lambda config: config.parallel_config.pipeline_parallel_size,
+    "enable_chunked_prefill": lambda config: bool(config.scheduler_config.enable_chunked_prefill),
+    "long_prefill_token_threshold": lambda config: config.scheduler_config.long_prefill_token_threshold,
+    "max_logprobs": lambda config: config.model_config.max_logprobs,
+    "hf_overrides": lambda config: config.model_config.hf_overrides or None,
+    "structured_outputs_config": lambda config: _fields(config.structured_outputs_config, STRUCTURED_FIELDS),
+    "speculative_config": lambda config: _speculation(config),
+    # Not every version of vLLM has these.
+    "enable_trace_replay": lambda config: getattr(config.model_config, "enable_trace_replay", None) or None,
+    "use_fp64_gumbel": lambda config: getattr(config.model_config, "use_fp64_gumbel", None) or None,
 }
+NOT_GIVEN = "not_given"  # beside them
 
 
 def _name_of(request) -> str:
@@ -140,8 +194,8 @@ def _name_of(request) -> str:
     return f"{name[:_MOST_NAME]}-{hashlib.sha256(name.encode(errors='backslashreplace')).hexdigest()}"
 
 
-def _is_small(words: dict) -> bool:
+def _is_small(words: dict, most: int = 8000) -> bool:
     try:
-        return len(json.dumps(words)) < 8000
+        return len(json.dumps(words)) < most
     except (TypeError, ValueError):
         return False

@@ -118,16 +118,18 @@ def restore(runner, value: dict, given_since: list[dict], inputs: dict[str, Inpu
     forget(runner)
     given = {item["id"]: item for item in given_since}
     for item in value["engine"]["requests"]:
-        generator = None
+        sampling, generator = sampling_from_value(item["sampling"]), None
         if item["id"] in value["generators"]:
             generator = torch.Generator(device=runner.device)
             generator.set_state(device.state_tensor(value["generators"][item["id"]]))
+        elif sampling.sampling_type == SamplingType.RANDOM_SEED and item["id"] in given:
+            continue  # it begins again, and its generator too
         since = given.pop(item["id"], None)
         if since is not None and generator is not None:
             _draw(runner, generator, since["drawn"])
         state = CachedRequestState(
             req_id=item["id"],
-            sampling_params=sampling_from_value(item["sampling"]),
+            sampling_params=sampling,
             generator=generator,
             block_ids=tuple(list(ids) for ids in item["block_ids"]),
             num_computed_tokens=item["num_computed_tokens"],
@@ -148,8 +150,9 @@ def restore(runner, value: dict, given_since: list[dict], inputs: dict[str, Inpu
         if (row := runner.input_batch.req_id_to_index.get(request_id)) is not None:
             runner.input_batch.num_accepted_tokens_cpu[row] = count
     _restore_thinking(runner, value["engine"]["requests"])
-    runner.num_prompt_logprobs.update(value["engine"]["num_prompt_logprobs"])
-    runner.mamba_state_idx.update(value["engine"].get("mamba_state_blocks", {}))
+    of_prompts, state_blocks = value["engine"]["num_prompt_logprobs"], value["engine"].get("mamba_state_blocks", {})
+    runner.num_prompt_logprobs.update({name: count for name, count in of_prompts.items() if name in runner.requests})
+    runner.mamba_state_idx.update({name: block for name, block in state_blocks.items() if name in runner.requests})
     device.set_generator_state(runner.device, value["default_generator"])
 
 
@@ -168,14 +171,14 @@ def expect(runner, item: dict) -> None:
     """
     sampling = sampling_from_value(item["sampling"])
     generator = None
-    if (state := item["of_runner"]["generator"]) is not None:
+    if (drawn := item["of_runner"]["generator"]) is not None:
         generator = torch.Generator(device=runner.device)
-        generator.set_state(device.state_tensor(state))
+        generator.set_state(device.state_tensor(drawn))
     elif sampling.sampling_type == SamplingType.RANDOM_SEED:  # it had not run here
         generator = torch.Generator(device=runner.device)
         generator.manual_seed(sampling.seed)
         _draw(runner, generator, item["of_runner"].get("drawn", 0))
-    runner.requests[item["id"]] = CachedRequestState(
+    runner.requests[item["id"]] = state = CachedRequestState(
         req_id=item["id"],
         prompt_token_ids=list(item["prompt_token_ids"]),
         mm_features=[],
@@ -185,6 +188,8 @@ def expect(runner, item: dict) -> None:
         num_computed_tokens=0,
         output_token_ids=list(item["output_token_ids"]),
     )
+    if runner.uses_mrope:
+        runner._init_mrope_positions(state)
 
 
 def forget(runner) -> None:
@@ -208,13 +213,14 @@ def _thinking_to_value(runner, request_id: str) -> dict | None:
 
 def _restore_thinking(runner, requests: list[dict]) -> None:
     """Counted anew from its tokens, it would differ where the thinking began in the answer."""
-    counted = {item["id"]: item["thinking"] for item in requests if item.get("thinking") is not None}
+    rows = runner.input_batch.req_id_to_index
+    counted = {item["id"]: item["thinking"] for item in requests if item.get("thinking") and item["id"] in rows}
     if not counted:
         return
     runner.input_batch.refresh_metadata()  # makes the states
     states = runner.input_batch.thinking_budget_state_holder._state
     for request_id, thinking in counted.items():
-        states[runner.input_batch.req_id_to_index[request_id]].update(thinking)
+        states[rows[request_id]].update(thinking)
 
 
 def _begun_again(runner, item: dict, inputs: Inputs) -> CachedRequestState:
@@ -224,7 +230,7 @@ def _begun_again(runner, item: dict, inputs: Inputs) -> CachedRequestState:
     if sampling.sampling_type == SamplingType.RANDOM_SEED:
         generator = torch.Generator(device=runner.device)
         generator.manual_seed(sampling.seed)
-        _draw(runner, generator, item["drawn"])
+        _draw(runner, generator, len(item["output_token_ids"]))
     return CachedRequestState(
         req_id=item["id"],
         sampling_params=sampling,

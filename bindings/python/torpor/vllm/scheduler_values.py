@@ -359,10 +359,35 @@ def unstarted_request(request_id: str, prompt_token_ids: list[int], sampling: di
     }
 
 
+def drop_from_workers(checkpoint: dict) -> None:
+    """Take out of the workers' state the requests that have ended since, or go on from other tokens.
+
+    Who rolls a checkpoint forward knows their rows, and not what an adapter keeps of those without one.
+    """
+    requests = {item["id"]: item for item in checkpoint["scheduler"]["requests"]}
+    for worker in checkpoint["workers"]:
+        rows = set(worker["rows"])
+        worker["engine"]["requests"] = [
+            item
+            for item in worker["engine"]["requests"]
+            if item["id"] in rows or _goes_on_from(item, requests.get(item["id"]))
+        ]
+
+
+def _goes_on_from(of_worker: dict, request: dict | None) -> bool:
+    """Whether a worker's state of a request is the beginning of what the request is now."""
+    if request is None or (request["status"] == "waiting" and len(request["output_token_ids"]) == 0):
+        return False  # a new request may have the id of one that has ended
+    tokens = list(of_worker["output_token_ids"])
+    same_prompt = list(of_worker["prompt_token_ids"]) == list(request["prompt_token_ids"])
+    return same_prompt and list(request["output_token_ids"][: len(tokens)]) == tokens
+
+
 def given_since(checkpoint: dict) -> list[dict]:
     """Requests with more output tokens than the workers of the checkpoint know; `drawn`: how many more.
 
-    The last worker is of the last stage of a pipeline, which samples; others may hear of tokens a step later.
+    After drop_from_workers(). The last worker is of the last stage of a pipeline, which samples; others may hear of
+    tokens a step later.
     """
     known = {item["id"]: len(item["output_token_ids"]) for item in checkpoint["workers"][-1]["engine"]["requests"]}
     given = []
