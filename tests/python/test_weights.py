@@ -322,6 +322,55 @@ def test_trainers_load_weights_straight_into_the_model(one, weights, other_model
     assert generate(one, SHARED) == expected
 
 
+class Transfer:
+    """A backend of vLLM's weight transfer that calls no load_weights(), as sparse_nccl. It counts what it is told."""
+
+    def __init__(self):
+        self.begun = self.received = 0
+
+    def start_weight_update(self) -> None:
+        self.begun += 1
+
+    def update_weights(self, info) -> None:
+        self.received += 1
+
+    def finish_weight_update(self) -> None:
+        pass
+
+    def reset_weight_update_target(self) -> None:
+        pass
+
+
+def transfer(one) -> None:
+    one.llm.collective_rpc("start_weight_update")
+    one.llm.collective_rpc("update_weights", kwargs={"update_info": {}})
+    one.llm.collective_rpc("finish_weight_update")
+
+
+@pytest.mark.gpu_path
+def test_vllms_own_weight_transfer_is_noticed_and_refused_while_weights_sleep(one, weights, monkeypatch):
+    backend = Transfer()
+    monkeypatch.setattr(one.core.model_executor.driver_worker.worker, "weight_transfer_engine", backend)
+    answers = one.begin(12, ["prefix-a"])
+    one.llm.sleep(preserve_state=True)
+    with pytest.raises(errors.WrongState, match="weights are detached"):
+        transfer(one)
+    assert backend.begun == 0, "vLLM has replaced the parameters"
+    assert one.llm.wake_up()
+    one.llm.sleep(level=0)
+    transfer(one)
+    with pytest.raises(errors.WrongState, match="the weights were written meanwhile"):
+        one.llm.wake_up()
+    assert one.llm.wake_up(kv="keep")
+    assert one.finish(answers)["prefix-a"] == one.expected["prefix-a"]
+    one.begin(12, ["prefix-a"])
+    one.llm.sleep(preserve_state=True, weights="reload")
+    assert one.llm.wake_up(tags=["weights"]).reload == ["weights"]
+    transfer(one)
+    woken = one.llm.wake_up(tags=["kv_cache"], kv="abort")
+    assert woken and not woken.reload and backend.received == 2
+
+
 def test_weights_that_were_written_without_a_word_are_noticed(one, weights):
     answers = one.begin(12, ["prefix-a"])
     one.llm.sleep(preserve_state=True)

@@ -10,12 +10,13 @@ from torpor.vllm import connector_sleep, step_outputs
 
 # Methods of vLLM's workers that write no weights, or say so themselves. Of any other it is not known.
 _WRITE_NO_WEIGHTS = frozenset({
-    "check_health", "compute_weight_checksums", "get_model_inspection", "get_supported_tasks", "list_loras", "profile",
-    "release_late_interaction_query_cache", "reload_weights", "synchronize_device", "update_max_model_len",
+    "check_health", "compute_weight_checksums", "finish_weight_update", "get_model_inspection", "get_supported_tasks",
+    "list_loras", "profile", "release_late_interaction_query_cache", "reload_weights", "synchronize_device",
+    "update_max_model_len", "update_weights",
 })  # fmt: skip
 
-# This one of them writes weights: it says so to the rank's memory, but not to the engine core.
-_WRITES_AND_SAYS_SO = "reload_weights"
+# These of them write weights: they say so to the rank's memory, but not to the engine core.
+_WRITE_AND_SAY_SO = frozenset({"finish_weight_update", "reload_weights", "update_weights"})
 
 STALE_KV = ("recompute", "keep", "abort")
 
@@ -159,7 +160,7 @@ class Updates:
 def doubt_weights_after(core, method) -> None:
     """`method` of the workers was called, whatever came of it. Who next asks about the weights tells the workers so."""
     if isinstance(method, str) and (method.startswith("torpor_") or method in _WRITE_NO_WEIGHTS):
-        if method == _WRITES_AND_SAYS_SO:
+        if method in _WRITE_AND_SAY_SO:
             doubt_kv(core)
             invalidate_adapters(core)
         return
