@@ -14,7 +14,7 @@ from vllm import SamplingParams
 
 from torpor import errors
 from torpor.vllm import frontend
-from torpor.vllm.weight_updates import Updates
+from torpor.vllm.weight_updates import Updates, Updating
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -146,27 +146,47 @@ def test_an_update_that_is_refused_does_not_undo_the_failure_of_an_earlier_one()
     hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler)
     updates = Updates(SimpleNamespace(controller=SimpleNamespace(state=lambda: state), hooks=hooks))
     state["tags"]["weights"] = "attached"
-    updates.begin({"update": "a", "labelled": False})
+    updates.begin({"update": "a"})
     updates.end({"update": "a", "outcome": "failed"})
     state["tags"]["weights"] = "detached"
     with pytest.raises(errors.WrongState, match="the weights are detached"):
-        updates.begin({"update": "b", "labelled": False})
+        updates.begin({"update": "b"})
     updates.end({"update": "b", "outcome": "not begun"})  # as AsyncLLM's block says then
     with pytest.raises(errors.WrongState, match="has failed"):
         updates.check_none()
     assert scheduler.torpor_updates_weights
     state["tags"]["weights"] = "attached"
-    updates.begin({"update": "c", "labelled": False})  # on one engine, while another refuses it
+    updates.begin({"update": "c"})  # on one engine, while another refuses it
     updates.end({"update": "c", "outcome": "not begun"})
     with pytest.raises(errors.WrongState, match="has failed"):
         updates.check_none()
+
+
+def test_an_update_that_is_interrupted_while_it_begins_locks_nothing():
+    scheduler = SimpleNamespace(requests={})
+    hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler)
+    updates = Updates(
+        SimpleNamespace(controller=SimpleNamespace(state=lambda: {"engine": "awake", "tags": {}}), hooks=hooks)
+    )
+
+    def call(_, method, options):
+        if method == "end_weight_update":
+            return updates.end(options)
+        updates.begin(options)
+        raise KeyboardInterrupt  # while the front end waits for the answer
+
+    with pytest.raises(KeyboardInterrupt), Updating(call, SimpleNamespace(), None):
+        pass
+    updates.check_none()
+    assert not scheduler.torpor_updates_weights
+    updates.begin({"update": "another"})
 
 
 def test_an_engine_that_never_slept_has_its_weights():
     scheduler = SimpleNamespace(requests={})
     hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler)
     controller = SimpleNamespace(state=lambda: {"engine": "awake", "tags": {}})  # nobody has asked the ranks yet
-    Updates(SimpleNamespace(controller=controller, hooks=hooks)).begin({"update": "a", "labelled": False})
+    Updates(SimpleNamespace(controller=controller, hooks=hooks)).begin({"update": "a"})
     assert scheduler.torpor_updates_weights
 
 
@@ -175,9 +195,9 @@ def test_an_update_does_not_end_another_one():
     scheduler = SimpleNamespace(requests={})
     hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler)
     updates = Updates(SimpleNamespace(controller=SimpleNamespace(state=lambda: state), hooks=hooks))
-    updates.begin({"update": "a", "labelled": False})
+    updates.begin({"update": "a"})
     with pytest.raises(errors.WrongState, match="is under way"):
-        updates.begin({"update": "b", "labelled": False})
+        updates.begin({"update": "b"})
     updates.end({"update": "b", "outcome": "not begun"})
     assert scheduler.torpor_updates_weights
     with pytest.raises(errors.WrongState, match="is under way"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import uuid
 
-from torpor.errors import InvalidArgument, Unsupported, WrongState
+from torpor.errors import InvalidArgument, WrongState
 from torpor.vllm import connector_sleep, step_outputs
 
 # Methods of vLLM's workers that write no weights, or say so themselves. Of any other it is not known.
@@ -58,8 +58,7 @@ class _Update:
         self._id = uuid.uuid4().hex
 
     def _begun(self):
-        options = {"update": self._id, "labelled": self._version is not None}
-        return self._call(self._engine, "begin_weight_update", options)
+        return self._call(self._engine, "begin_weight_update", {"update": self._id})
 
     def _ended(self, outcome: str):
         options = {"update": self._id, "outcome": outcome, "version": self._version}
@@ -70,7 +69,11 @@ class Updating(_Update):
     """Of LLM and LLMEngine."""
 
     def __enter__(self) -> None:
-        self._begun()
+        try:
+            self._begun()
+        except BaseException:
+            self._ended("not begun")  # it was interrupted, and the engine core may have begun
+            raise
         step_outputs.of(self._engine).weight_update = UNDER_WAY
 
     def __exit__(self, kind, *_) -> None:
@@ -111,8 +114,6 @@ class Updates:
         if self._begun is not None:
             raise WrongState(UNDER_WAY, "end it first")
         state, core = self._side.controller.state(), self._side.hooks.core
-        if options["labelled"] and not hasattr(core, "set_weight_version"):
-            raise Unsupported("this vLLM has no label of the weights", "leave version out")
         # Those that came since an update that failed have not begun.
         if state["engine"] == "awake" and core.scheduler.requests and self._open is None:
             raise WrongState("requests run on these weights", "call sleep(level=0), or a deeper one, first")
