@@ -344,7 +344,7 @@ def test_no_call_of_a_session_waits_for_steps_during_an_update_of_the_weights():
     controller = SimpleNamespace(state=lambda: {"engine": "awake", "tags": {}})
     updates = weight_updates.Updates(SimpleNamespace(controller=controller, hooks=hooks))
     side = SimpleNamespace(controller=controller, hooks=hooks, updates=updates, _check_awake=lambda: None)
-    updates.begin({"update": "a", "labelled": False})
+    updates.begin({"update": "a"})
     with pytest.raises(errors.WrongState, match="is under way"):
         engine_core.EngineSide.session_call(side, {"verb": "demote"})
 

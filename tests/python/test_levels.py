@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Levels, tags and what becomes of requests without preserve_state."""
 
+import asyncio
+
 import numpy
 import pytest
 import torch
@@ -9,6 +11,7 @@ from requests_of_tests import REQUESTS, final
 from tiny_model import make_model
 
 from torpor import errors
+from torpor.vllm.front_end_methods import sleep_options
 
 
 @pytest.mark.gpu_path
@@ -111,6 +114,37 @@ def test_a_sleep_that_fails_after_the_wait_leaves_the_engine_awake(one, tmp_path
 
 
 @pytest.mark.gpu_path
+@pytest.mark.gpu_path
+def test_level_0_ends_requests_if_the_call_says_so(one):
+    expected = one.expected
+    one.begin(12, ["greedy", "prefix-a"])
+    for mode in (None, "keep"):
+        one.llm.sleep(level=0, mode=mode)
+        assert len(one.core.scheduler.requests) == 2
+        one.llm.wake_up()
+    one.llm.sleep(level=0, mode="abort")
+    assert not one.core.scheduler.requests
+    assert one.llm.torpor.state().tags == tags("attached", "attached")
+    one.llm.wake_up()
+    assert not one.engine.has_unfinished_requests()
+    assert one.finish(one.begin(12)) == expected
+
+
+def test_a_servers_route_hands_the_mode_on_that_the_call_names():
+    from torpor.vllm.server import front
+
+    asked = []
+
+    class Life:
+        async def sleep(self, level, mode, preserve_state, to, **options):
+            asked.append(sleep_options(level, mode, preserve_state, to, "abort", None, None, None, None)["in_flight"])
+            return {}
+
+    for mode in (None, "abort", "keep", "wait"):
+        asyncio.run(front.sleep(Life(), 0, mode, None, "host", {}))
+    assert asked == ["freeze", "abort", "freeze", "freeze"]
+
+
 def test_level_2_says_what_to_reload(one):
     one.begin(5)
     report = one.llm.sleep(level=2)

@@ -7,6 +7,8 @@ import pytest
 from requests_of_tests import REQUESTS, run
 from vllm.v1.core.sched.interface import PauseState
 
+from torpor import errors
+
 PAUSED, RUNS = ("PAUSED_NEW", True), ("UNPAUSED", False)
 
 
@@ -98,6 +100,43 @@ def test_a_wake_that_ends_it_lets_new_requests_in(one, core):
     one.llm.wake_up(tags=["kv_cache"])
     assert seen(core) == RUNS
     run(one.engine)
+
+
+def test_a_sleep_that_keeps_no_requests_ends_it_as_vllms_does(one, core):
+    one.begin(20, ("greedy", "short"))
+    core.pause_scheduler("keep", False)
+    core.reject_new_requests = True
+    with pytest.raises(errors.InvalidArgument):
+        one.llm.sleep(level=1, tags=["wieghts"])
+    assert seen(core) == ("PAUSED_ALL", True)
+    one.llm.sleep(level=0)
+    one.llm.wake_up()
+    assert seen(core) == ("PAUSED_ALL", True)
+    one.llm.sleep(level=1)
+    one.llm.wake_up()
+    assert seen(core) == RUNS and not one.llm.is_sleeping()
+
+
+def test_ranks_of_which_one_fails_to_sleep_stay_paused():
+    from torpor.vllm.engine_core import EngineSide
+
+    done = []
+    side = EngineSide.__new__(EngineSide)
+    executor = SimpleNamespace(sleeping_tags=set())
+    side.hooks = SimpleNamespace(
+        core=SimpleNamespace(model_executor=executor), is_quiet=False, end_pause=lambda: done.append("ended")
+    )
+    side.controller = SimpleNamespace(
+        sleep=lambda options: {"held": True, "changed": False},
+        end_sleep=lambda keep: {"changed": keep},
+        state=lambda: {"tags": {}},
+    )
+    asked = {"level": 1, "preserve_state": False, "in_flight": "abort"}
+    for keep in (False, True):
+        side.sleep(asked)
+        assert not done
+        side.end_sleep({"keep": keep})
+    assert done == ["ended"]
 
 
 def test_ranks_that_stood_together_turn_new_requests_away_as_before():

@@ -14,7 +14,7 @@ from vllm import SamplingParams
 
 from torpor import errors
 from torpor.vllm import frontend
-from torpor.vllm.weight_updates import Updates
+from torpor.vllm.weight_updates import Updates, Updating
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -146,27 +146,47 @@ def test_an_update_that_is_refused_does_not_undo_the_failure_of_an_earlier_one()
     hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler)
     updates = Updates(SimpleNamespace(controller=SimpleNamespace(state=lambda: state), hooks=hooks))
     state["tags"]["weights"] = "attached"
-    updates.begin({"update": "a", "labelled": False})
+    updates.begin({"update": "a"})
     updates.end({"update": "a", "outcome": "failed"})
     state["tags"]["weights"] = "detached"
     with pytest.raises(errors.WrongState, match="the weights are detached"):
-        updates.begin({"update": "b", "labelled": False})
+        updates.begin({"update": "b"})
     updates.end({"update": "b", "outcome": "not begun"})  # as AsyncLLM's block says then
     with pytest.raises(errors.WrongState, match="has failed"):
         updates.check_none()
     assert scheduler.torpor_updates_weights
     state["tags"]["weights"] = "attached"
-    updates.begin({"update": "c", "labelled": False})  # on one engine, while another refuses it
+    updates.begin({"update": "c"})  # on one engine, while another refuses it
     updates.end({"update": "c", "outcome": "not begun"})
     with pytest.raises(errors.WrongState, match="has failed"):
         updates.check_none()
+
+
+def test_an_update_that_is_interrupted_while_it_begins_locks_nothing():
+    scheduler = SimpleNamespace(requests={})
+    hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler)
+    updates = Updates(
+        SimpleNamespace(controller=SimpleNamespace(state=lambda: {"engine": "awake", "tags": {}}), hooks=hooks)
+    )
+
+    def call(_, method, options):
+        if method == "end_weight_update":
+            return updates.end(options)
+        updates.begin(options)
+        raise KeyboardInterrupt  # while the front end waits for the answer
+
+    with pytest.raises(KeyboardInterrupt), Updating(call, SimpleNamespace(), None):
+        pass
+    updates.check_none()
+    assert not scheduler.torpor_updates_weights
+    updates.begin({"update": "another"})
 
 
 def test_an_engine_that_never_slept_has_its_weights():
     scheduler = SimpleNamespace(requests={})
     hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler)
     controller = SimpleNamespace(state=lambda: {"engine": "awake", "tags": {}})  # nobody has asked the ranks yet
-    Updates(SimpleNamespace(controller=controller, hooks=hooks)).begin({"update": "a", "labelled": False})
+    Updates(SimpleNamespace(controller=controller, hooks=hooks)).begin({"update": "a"})
     assert scheduler.torpor_updates_weights
 
 
@@ -175,9 +195,9 @@ def test_an_update_does_not_end_another_one():
     scheduler = SimpleNamespace(requests={})
     hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler)
     updates = Updates(SimpleNamespace(controller=SimpleNamespace(state=lambda: state), hooks=hooks))
-    updates.begin({"update": "a", "labelled": False})
+    updates.begin({"update": "a"})
     with pytest.raises(errors.WrongState, match="is under way"):
-        updates.begin({"update": "b", "labelled": False})
+        updates.begin({"update": "b"})
     updates.end({"update": "b", "outcome": "not begun"})
     assert scheduler.torpor_updates_weights
     with pytest.raises(errors.WrongState, match="is under way"):
@@ -320,6 +340,55 @@ def test_trainers_load_weights_straight_into_the_model(one, weights, other_model
     push(trained)
     assert one.llm.wake_up(tags=["kv_cache"])
     assert generate(one, SHARED) == expected
+
+
+class Transfer:
+    """A backend of vLLM's weight transfer that calls no load_weights(), as sparse_nccl. It counts what it is told."""
+
+    def __init__(self):
+        self.begun = self.received = 0
+
+    def start_weight_update(self) -> None:
+        self.begun += 1
+
+    def update_weights(self, info) -> None:
+        self.received += 1
+
+    def finish_weight_update(self) -> None:
+        pass
+
+    def reset_weight_update_target(self) -> None:
+        pass
+
+
+def transfer(one) -> None:
+    one.llm.collective_rpc("start_weight_update")
+    one.llm.collective_rpc("update_weights", kwargs={"update_info": {}})
+    one.llm.collective_rpc("finish_weight_update")
+
+
+@pytest.mark.gpu_path
+def test_vllms_own_weight_transfer_is_noticed_and_refused_while_weights_sleep(one, weights, monkeypatch):
+    backend = Transfer()
+    monkeypatch.setattr(one.core.model_executor.driver_worker.worker, "weight_transfer_engine", backend)
+    answers = one.begin(12, ["prefix-a"])
+    one.llm.sleep(preserve_state=True)
+    with pytest.raises(errors.WrongState, match="weights are detached"):
+        transfer(one)
+    assert backend.begun == 0, "vLLM has replaced the parameters"
+    assert one.llm.wake_up()
+    one.llm.sleep(level=0)
+    transfer(one)
+    with pytest.raises(errors.WrongState, match="the weights were written meanwhile"):
+        one.llm.wake_up()
+    assert one.llm.wake_up(kv="keep")
+    assert one.finish(answers)["prefix-a"] == one.expected["prefix-a"]
+    one.begin(12, ["prefix-a"])
+    one.llm.sleep(preserve_state=True, weights="reload")
+    assert one.llm.wake_up(tags=["weights"]).reload == ["weights"]
+    transfer(one)
+    woken = one.llm.wake_up(tags=["kv_cache"], kv="abort")
+    assert woken and not woken.reload and backend.received == 2
 
 
 def test_weights_that_were_written_without_a_word_are_noticed(one, weights):

@@ -234,6 +234,44 @@ def test_host_memory_is_prefaulted_when_graphs_were_captured_not_before(monkeypa
     assert order == ["captured", "prefault"]
 
 
+def test_an_update_of_weights_is_noted_unless_they_are_a_draft_models(monkeypatch):
+    memory = gpu_memory_of(linear_with_buffers(), monkeypatch)
+    monkeypatch.setattr(memory.rank_memory, "mark_dirty", lambda tag: None, raising=False)
+
+    class Stock:
+        torpor_memory, _weight_update_is_draft, done = memory, False, ()
+
+        def start_draft_weight_update(self):
+            self.done += ("draft",)
+
+        def update_weights(self, update_info):
+            self.done += (update_info,)
+            raise RuntimeError("half of them came")
+
+        def finish_weight_update(self):
+            self.done += ("finished",)
+
+    class Both(worker.WorkerMixin, Stock):
+        pass
+
+    updated = object.__new__(Both)
+    with pytest.raises(RuntimeError, match="half"):
+        updated.update_weights(1)
+    assert memory.new_weights == 1
+    updated.finish_weight_update()
+    assert memory.new_weights == 2
+    updated._weight_update_is_draft = True
+    memory.rank_memory.state = "detached"  # a draft model's lie elsewhere
+    updated.start_draft_weight_update()
+    updated.finish_weight_update()
+    assert memory.new_weights == 2 and updated.done == (1, "finished", "draft", "finished")
+    monkeypatch.setattr(memory.rank_memory, "states", lambda: {"runtime": "detached"})
+    for call in (updated.start_draft_weight_update, updated.finish_weight_update):
+        with pytest.raises(errors.WrongState, match=r"weight_update\(\): the weights are detached"):
+            call()
+    assert len(updated.done) == 4
+
+
 def test_a_cpus_matrix_unit_is_asked_for_before_any_step(monkeypatch):
     order = []
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: order.append("asked"))

@@ -97,7 +97,8 @@ class PartialRolloutGRPOTrainer(GRPOTrainer):
             "tools, environments or a rollout_func": bool(
                 self.tools or self.environment_factories is not None or self.rollout_func is not None
             ),
-            "structured outputs": backend is not None and backend.structured_outputs_regex is not None,
+            "structured outputs": backend is not None
+            and (backend.structured_outputs_regex or backend.generation_kwargs.get("structured_outputs")) is not None,
         }
         of_trl = [(self, ("_metrics", "_tokenize_prompts"))]
         of_trl += [(backend, ("_llm_weights_sleeping", "sync_weights"))] if backend is not None else []
@@ -114,6 +115,8 @@ class PartialRolloutGRPOTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         """For other inputs than TRL gives: those whose rollouts are complete by now."""
+        if not self.model.training:  # by evaluate() or predict(); its prompts would be trained on
+            raise Unsupported("half-done rollouts with evaluation", "evaluate with the plain GRPOTrainer")
         size = self.num_generations
         taken = self._generate_groups([inputs[i : i + size] for i in range(0, len(inputs), size)])
         self._ready = [output for group in taken for output in group.complete]

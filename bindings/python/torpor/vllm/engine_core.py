@@ -76,6 +76,7 @@ class EngineSide:
         self.hooks = VllmHooks(core)
         self._paused_for_checkpoint = 0.0  # seconds, of the stops of the one that is written while the engine serves
         self.controller = _core.SleepController(self.hooks, _given(options, _CONTROLLER_OPTIONS))
+        self._held_sleep: dict = {}  # options of the sleep that waits for end_sleep()
         self.updates = Updates(self)
         images = _given(options, _CHECKPOINT_OPTIONS)  # whose paths are given to other processes
         images["directory"] = images["directory"] and os.path.abspath(images["directory"])
@@ -152,9 +153,23 @@ class EngineSide:
             with self._falling_asleep(options):
                 if self.hooks.is_quiet and self.hooks.frees_kv():  # only paused: quiesce() is not called again
                     self.hooks.other_connector.finish_transfers(options.get("timeout"))
-                return self._with_bound(lambda: self.controller.sleep(options))
+                report = self._with_bound(lambda: self.controller.sleep(options))
         finally:
             self.hooks.pause_travels = False
+        if report.get("held"):
+            self._held_sleep = options
+        else:
+            self._slept(options, report)
+        return report
+
+    def _slept(self, options: dict, report: dict) -> None:
+        """Do what vLLM's own sleep does with a pause, and at level 0 with requests."""
+        if not report["changed"]:
+            return
+        if options["level"] > 0 and not options["preserve_state"]:
+            self.hooks.end_pause()
+        elif options["level"] == 0 and options["in_flight"] == "abort":
+            self.hooks.abort_requests()
 
     @contextmanager
     def _falling_asleep(self, options: dict) -> Iterator[None]:
@@ -227,7 +242,10 @@ class EngineSide:
     def end_sleep(self, options: dict) -> dict:
         """Of one of several engines, which has kept all and waits: it sleeps, or it is as if nothing had been asked."""
         with self._executor_told():
-            return self.controller.end_sleep(options["keep"])
+            report = self.controller.end_sleep(options["keep"])
+        if options["keep"]:
+            self._slept(self._held_sleep, report)
+        return report
 
     def fingerprint(self, _: dict) -> dict[str, str]:
         return self.controller.fingerprint()

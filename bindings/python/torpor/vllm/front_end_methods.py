@@ -34,7 +34,8 @@ _SLEEP = """Gives the engine's memory back and returns when it is free. What eac
     level: 0 only pauses; 1 and 2 free weights and KV cache. Weights are copied first, but not at level 2 without
         preserve_state, as vLLM has it.
     mode: what becomes of requests without preserve_state. "abort" ends them, "keep" computes them again after the wake,
-        "wait" lets those that run end first (with preserve_state too); queued ones stay queued until the wake.
+        "wait" lets those that run end first (with preserve_state too); queued ones stay queued until the wake. None:
+        "abort"; at level 0 they stay, as with "keep".
     preserve_state: keep requests, their KV blocks, prefix cache and samplers; they go on without recompute.
     to: where saved bytes go, "host" (memory) or "disk" (a checkpoint in the option
         `checkpoint_dir`; it survives the process).
@@ -123,7 +124,7 @@ class Torpor:
     def plan_sleep(
         self,
         level: int = 1,
-        mode: str = "abort",
+        mode: str | None = None,
         *,
         preserve_state: bool = False,
         to: str = "host",
@@ -212,7 +213,7 @@ class AwaitedTorpor:
     async def plan_sleep(
         self,
         level: int = 1,
-        mode: str = "abort",
+        mode: str | None = None,
         *,
         preserve_state: bool = False,
         to: str = "host",
@@ -283,7 +284,7 @@ class Blocking(Stock):
     def sleep(
         self,
         level: int = 1,
-        mode: str = "abort",
+        mode: str | None = None,
         *,
         preserve_state: bool = False,
         to: str = "host",
@@ -345,7 +346,7 @@ class Awaited(Stock):
     async def sleep(
         self,
         level: int = 1,
-        mode: str = "abort",
+        mode: str | None = None,
         *,
         preserve_state: bool = False,
         to: str = "host",
@@ -416,12 +417,13 @@ def metadata_option(metadata: Mapping[str, Any] | None, to: str = "disk") -> dic
 
 def sleep_options(level, mode, preserve_state, to, on_save_error, tags, timeout, weights, swap_out_to) -> dict:
     """Options for the controller. `mode` is vLLM's name for what becomes of requests without preserve_state."""
-    in_flight = {"abort": "abort", "keep": "recompute", "wait": "recompute"}.get(mode)  # "wait" has ended what ran
+    # "wait" has ended what ran.
+    in_flight = {None: "abort", "abort": "abort", "keep": "recompute", "wait": "recompute"}.get(mode)
     if in_flight is None:
         raise InvalidArgument(f"mode is {mode!r}", 'use "abort", "wait" or "keep"')
     values = {
         "level": level, "preserve_state": preserve_state, "to": to, "on_save_error": on_save_error,
-        "in_flight": "freeze" if preserve_state or level == 0 else in_flight,
+        "in_flight": "freeze" if preserve_state or (level == 0 and mode != "abort") else in_flight,
     }  # fmt: skip
     if weights is not None:
         values["weights"] = weights

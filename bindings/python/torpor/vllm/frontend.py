@@ -147,7 +147,8 @@ class BlockingSide:
             return
         while getattr(self.engine.engine_core.engine_core, "torpor_outputs", None):  # some may have ended
             self._step()
-        if report.changed and report.level >= 1 and not report.preserve_state and in_flight != "recompute":
+        ended = in_flight == "abort" or (report.level >= 1 and in_flight == "freeze")  # could not be kept
+        if report.changed and not report.preserve_state and ended:
             self.aborted()
 
     def stays(self, state: str) -> None:
@@ -242,7 +243,7 @@ class AsyncSide:
         pass
 
 
-async def sleep(side: BlockingSide | AsyncSide, mode: str, values: dict) -> Report:
+async def sleep(side: BlockingSide | AsyncSide, mode: str | None, values: dict) -> Report:
     level = values["level"]
     preserves = values["preserve_state"] and level >= 1
     loggers = side.engine.logger_manager

@@ -254,7 +254,8 @@ class VllmHooks:
         return self._stands_since
 
     def end_pause(self) -> None:
-        """Of an engine that is asleep: the wake ends a pause from before too, as vLLM's wake_up() does."""
+        """Of an engine that sleeps, and was not asked to keep its requests: the wake ends a pause from before too, as
+        vLLM's wake_up() does."""
         self.wanted_pause = PauseState.UNPAUSED
         pauses.turn_away(self.core, False)
 
@@ -328,6 +329,11 @@ class VllmHooks:
         """Changes whenever KV that lies outside of the engine may have become that of other weights."""
         return self.weights_epoch + getattr(self.core, "torpor_kv_doubts", 0)
 
+    def abort_requests(self) -> None:
+        """End all requests; the prefix cache stays."""
+        self.abort_hibernated()
+        self._abort(None)
+
     def drop_requests(self, mode: str) -> None:
         """Drop the requests as `mode` says. A KV connector may send those that end, and then unregisters."""
         self.weights_epoch += 1
@@ -358,8 +364,7 @@ class VllmHooks:
     def _pause(self, mode: str) -> None:
         """What vLLM's pause does with requests and caches, of an engine that stands still already."""
         if mode == "abort":
-            self.abort_hibernated()
-            self._abort(None)
+            self.abort_requests()
             self.other_connector.finish_transfers()  # else blocks that are being sent would keep their hashes
         state = self.scheduler.pause_state
         self.scheduler.set_pause_state(PauseState.PAUSED_ALL)  # else vLLM warns of requests in progress

@@ -202,15 +202,27 @@ class OtherConnector:
         """
         if self._registered:
             return
-        problem = self._call_ranks("restore_kv_caches")
+        problem = self._register()
         if problem and undoing:
-            problem = self._call_ranks("restore_kv_caches")
+            problem = self._register()
         if problem and not undoing:
             raise DeviceError(f"the KV connector {self._name}: {problem}", "wake it again")
         if problem:
             logger.error("the KV connector %s cannot transfer until the next wake: %s", self._name, problem)
         else:
             self._registered = True
+
+    def _register(self) -> str | None:
+        """Register the KV cache on all ranks, and tell the scheduler's connector so: peers ask that one. Return why it
+        failed."""
+        if problem := self._call_ranks("restore_kv_caches"):
+            return problem
+        try:
+            self._core._set_kv_connector_handshake_metadata()
+        except Exception as error:
+            logger.exception("what peers are told of the KV cache is that of before")
+            return f"its metadata for peers: {type(error).__name__}: {error}"
+        return None
 
     def _call_ranks(self, hook: str) -> str | None:
         """Return the first failure. All ranks have tried by then."""

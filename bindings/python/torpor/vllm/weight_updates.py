@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import uuid
 
-from torpor.errors import InvalidArgument, Unsupported, WrongState
+from torpor.errors import InvalidArgument, WrongState
 from torpor.vllm import connector_sleep, step_outputs
 
 # Methods of vLLM's workers that write no weights, or say so themselves. Of any other it is not known.
 _WRITE_NO_WEIGHTS = frozenset({
-    "check_health", "compute_weight_checksums", "get_model_inspection", "get_supported_tasks", "list_loras", "profile",
-    "release_late_interaction_query_cache", "reload_weights", "synchronize_device", "update_max_model_len",
+    "check_health", "compute_weight_checksums", "finish_weight_update", "get_model_inspection", "get_supported_tasks",
+    "list_loras", "profile", "release_late_interaction_query_cache", "reload_weights", "synchronize_device",
+    "update_max_model_len", "update_weights",
 })  # fmt: skip
 
-# This one of them writes weights: it says so to the rank's memory, but not to the engine core.
-_WRITES_AND_SAYS_SO = "reload_weights"
+# These of them write weights: they say so to the rank's memory, but not to the engine core.
+_WRITE_AND_SAY_SO = frozenset({"finish_weight_update", "reload_weights", "update_weights"})
 
 STALE_KV = ("recompute", "keep", "abort")
 
@@ -57,8 +58,7 @@ class _Update:
         self._id = uuid.uuid4().hex
 
     def _begun(self):
-        options = {"update": self._id, "labelled": self._version is not None}
-        return self._call(self._engine, "begin_weight_update", options)
+        return self._call(self._engine, "begin_weight_update", {"update": self._id})
 
     def _ended(self, outcome: str):
         options = {"update": self._id, "outcome": outcome, "version": self._version}
@@ -69,7 +69,11 @@ class Updating(_Update):
     """Of LLM and LLMEngine."""
 
     def __enter__(self) -> None:
-        self._begun()
+        try:
+            self._begun()
+        except BaseException:
+            self._ended("not begun")  # it was interrupted, and the engine core may have begun
+            raise
         step_outputs.of(self._engine).weight_update = UNDER_WAY
 
     def __exit__(self, kind, *_) -> None:
@@ -110,8 +114,6 @@ class Updates:
         if self._begun is not None:
             raise WrongState(UNDER_WAY, "end it first")
         state, core = self._side.controller.state(), self._side.hooks.core
-        if options["labelled"] and not hasattr(core, "set_weight_version"):
-            raise Unsupported("this vLLM has no label of the weights", "leave version out")
         # Those that came since an update that failed have not begun.
         if state["engine"] == "awake" and core.scheduler.requests and self._open is None:
             raise WrongState("requests run on these weights", "call sleep(level=0), or a deeper one, first")
@@ -159,7 +161,7 @@ class Updates:
 def doubt_weights_after(core, method) -> None:
     """`method` of the workers was called, whatever came of it. Who next asks about the weights tells the workers so."""
     if isinstance(method, str) and (method.startswith("torpor_") or method in _WRITE_NO_WEIGHTS):
-        if method == _WRITES_AND_SAYS_SO:
+        if method in _WRITE_AND_SAY_SO:
             doubt_kv(core)
             invalidate_adapters(core)
         return

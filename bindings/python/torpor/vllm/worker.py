@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -32,7 +33,7 @@ from torpor.vllm.named_mixins import NamedMixins
 from torpor.vllm.options import Options, holds_memory_of
 from torpor.vllm.slots import begin_events
 from torpor.vllm.support import rank_of
-from torpor.vllm.worker_memory import WorkerMemory
+from torpor.vllm.worker_memory import WorkerMemory, check_weights_awake
 
 _of_this_process = None
 
@@ -102,6 +103,38 @@ class WorkerMixin(Stock):
     def reload_weights(self, *args, **kwargs) -> None:
         with self.torpor_memory.reloading_weights() if hasattr(self, "torpor_memory") else nullcontext():
             super().reload_weights(*args, **kwargs)
+
+    def start_weight_update(self) -> None:
+        self._torpor_check_update("start_weight_update()", of_draft=False)
+        super().start_weight_update()
+
+    def start_draft_weight_update(self) -> None:
+        self._torpor_check_update("start_draft_weight_update()", of_draft=True)
+        super().start_draft_weight_update()
+
+    def update_weights(self, update_info) -> None:
+        with self._torpor_updating("update_weights()"):
+            super().update_weights(update_info)
+
+    def finish_weight_update(self) -> None:
+        with self._torpor_updating("finish_weight_update()"):
+            super().finish_weight_update()
+
+    def _torpor_check_update(self, call: str, of_draft: bool) -> None:
+        """vLLM replaces the parameters before it has anything to write: refuse the call before that."""
+        if hasattr(self, "torpor_memory"):
+            check_weights_awake(self.torpor_memory.rank_memory, call, "runtime" if of_draft else "weights")
+
+    @contextmanager
+    def _torpor_updating(self, call: str) -> Iterator[None]:
+        """Not every backend of vLLM's weight transfer calls the model's load_weights()."""
+        of_draft = self._weight_update_is_draft
+        self._torpor_check_update(call, of_draft)
+        try:
+            yield
+        finally:
+            if hasattr(self, "torpor_memory") and not of_draft:
+                self.torpor_memory.note_new_weights()
 
     def compile_or_warm_up_model(self):
         """Begin to prefault host memory in the background when CUDA graphs are captured, not before.

@@ -60,7 +60,10 @@ class WorkerMemory(Protocol):
         """After the weights woke: the reverse."""
 
 
-def check_weights_awake(rank_memory: _core.RankMemory, call: str) -> None:
-    """Raise WrongState if the weights have no memory that `call` could write to."""
-    if (state := rank_memory.states().get("weights", "attached")) != "attached":
+def check_weights_awake(rank_memory: _core.RankMemory, call: str, tag: str = "weights") -> None:
+    """Raise WrongState if the weights have no memory that `call` could write to.
+
+    tag: where they lie; a draft model's on a GPU in "runtime", which each wake brings back.
+    """
+    if (state := rank_memory.states().get(tag, "attached")) != "attached":
         raise WrongState(f"{call}: the weights are {state}", 'call wake_up(tags=["weights"]) first')

@@ -985,11 +985,15 @@ _WORKER = Module(
             calls={
                 "_maybe_get_memory_pool_context": "self, tag",
                 "compile_or_warm_up_model": "self",
+                "finish_weight_update": "self",
                 "reload_weights": "self, *args, **kwargs",
                 "shutdown": "self",
+                "start_draft_weight_update": "self",
+                "start_weight_update": "self",
                 "synchronize_device": "self",
+                "update_weights": "self, update_info",
             },
-            fields="vllm_config rank device model_runner use_v2_model_runner _pp_send_work",
+            fields="vllm_config rank device model_runner use_v2_model_runner _pp_send_work _weight_update_is_draft",
         ),
     ),
 )

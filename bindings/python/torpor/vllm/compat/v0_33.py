@@ -38,8 +38,12 @@ CHANGES: Changes = {
 CPU_SAMPLER_DRAWS = v0_32.CPU_SAMPLER_DRAWS
 PARTS = changed(v0_32.PARTS, CHANGES)
 PARTS["cuda"] += (Module("vllm.v1.worker.lora_model_runner_mixin", names=("get_mem_allocator_instance",)),)
-# A KV connector that is not torpor's follows a sleep by these hooks.
+# A KV connector that is not torpor's follows a sleep by these hooks. vLLM's own wake tells its peers of the KV cache.
 PARTS["other_connectors"] += (
+    Module(
+        "vllm.v1.engine.core",
+        classes=(Class("EngineCore", calls={"_set_kv_connector_handshake_metadata": "self"}),),
+    ),
     Module(
         "vllm.distributed.kv_transfer.kv_connector.v1.base",
         classes=(

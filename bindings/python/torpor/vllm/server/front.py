@@ -56,7 +56,7 @@ async def sleep(
     """
     metadata_option(options.get("metadata"), to)  # refused before requests are waited for
     preserve = preserve_state if preserve_state is not None else mode is None and level > 0
-    report = await life.sleep(level, mode or "abort", preserve, to, **options)
+    report = await life.sleep(level, mode, preserve, to, **options)
     return {"status": "sleeping", "level": level} | summary(report)
 
 

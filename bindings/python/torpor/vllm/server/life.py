@@ -438,18 +438,18 @@ class Server:
         return self.operation
 
     async def sleep(
-        self, level: int = 1, mode: str = "abort", preserve_state: bool = True, to: str = "host", **options
+        self, level: int = 1, mode: str | None = None, preserve_state: bool = True, to: str = "host", **options
     ) -> Report:
         async with self.only_one():
             return await self.fall_asleep(level, mode, preserve_state, to, options)
 
-    async def fall_asleep(self, level: int, mode: str, preserve_state: bool, to: str, options: dict) -> Report:
+    async def fall_asleep(self, level: int, mode: str | None, preserve_state: bool, to: str, options: dict) -> Report:
         before = self.state
         self.enter("falling asleep")
         try:
             if mode == "wait" and not preserve_state:
                 await self._requests_ended(before)
-                mode = "abort"  # there is none left
+                mode = None  # there is none left
             report = await self.sleep_now(level, mode, preserve_state, to, options)
         except BaseException as problem:
             self.metrics.failed("sleep", to)
@@ -458,12 +458,13 @@ class Server:
         self.enter("asleep" if report.changed else before)
         return report
 
-    async def sleep_now(self, level: int, mode: str, preserve_state: bool, to: str, options: dict) -> Report:
+    async def sleep_now(self, level: int, mode: str | None, preserve_state: bool, to: str, options: dict) -> Report:
         while self._adding > 0:
             await asyncio.sleep(0.001)
         if to == "disk":
             await self.sync_log()
-        report = await self.engine.sleep(level, mode, preserve_state=preserve_state, to=to, **options)
+        named = options if mode is None else options | {"mode": mode}
+        report = await self.engine.sleep(level, preserve_state=preserve_state, to=to, **named)
         if report.changed:
             self._slept_to = "disk" if report.checkpoint else "host"
         self.metrics.record("sleep", self._slept_to, report)
