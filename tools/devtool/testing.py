@@ -200,14 +200,15 @@ def whole_gpu_path() -> int:
     """Run all tests of engines on the GPU path, on the CPU's path what `test` runs on the GPU path alone, on both what
     takes too long for `test`, and tests of tools with nothing forked."""
     python, model = setup.everything()
+    setup.install_stores(python)
+    parts = Parts()
+    parts.compile("release", "libraries", "tools")
     env = environment(model)
     on_gpu_path = env | gpu_path_environment()
     longer = {"TORPOR_PROOF": "long"}
     engines = [path for name in ENGINES if (path := f"tests/python/test_{name}.py") not in SESSIONS]
-    others = sorted(
-        {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/python/test_*.py")} - {*engines, *SESSIONS}
-    )
-    parts = Parts()
+    alone = {*engines, *SESSIONS, *FEW_BLOCKS}
+    others = sorted({str(path.relative_to(ROOT)) for path in ROOT.glob("tests/python/test_*.py")} - alone)
     parts.beside_each_other(
         {
             "Tools and documents": Job([python, *PYTEST, "tests/tools"], env | longer),
