@@ -13,7 +13,11 @@ from torpor import errors
 def trainer(monkeypatch):
     trl, generation = ModuleType("trl"), ModuleType("trl.generation.vllm_generation")
     trl.GRPOTrainer, generation.extract_logprobs = type("GRPOTrainer", (), {}), None
-    for name, module in (("trl", trl), ("trl.generation", ModuleType("trl.generation")), (generation.__name__, generation)):
+    for name, module in (
+        ("trl", trl),
+        ("trl.generation", ModuleType("trl.generation")),
+        (generation.__name__, generation),
+    ):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "torpor.trl", raising=False)
     made = importlib.import_module("torpor.trl").PartialRolloutGRPOTrainer
