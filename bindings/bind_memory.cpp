@@ -112,8 +112,15 @@ void bind_memory(py::module_& module) {
       "memory_keep_backups", [](bool kept) { value_or_raise(set_backups_kept(kept)); }, py::arg("kept"));
   module.def(
       "memory_begin",
-      [](const std::string& tag, bool keep) { MemorySaver::scopes().push_back({.tag = tag, .keep = keep}); },
-      py::arg("tag"), py::arg("keep"));
+      [](const std::string& tag, bool keep, bool engine) {
+        const MemorySaver::Scope scope{.tag = tag, .keep = keep, .engine = engine};
+        value_or_raise(without_lock([&] { return memory_saver().check_owner(scope); }));
+        MemorySaver::scopes().push_back(scope);
+      },
+      py::arg("tag"), py::arg("keep"), py::arg("engine"));
+  module.def(
+      "memory_engine_tags", [] { return without_lock([] { return memory_saver().engine_tags(); }); },
+      "The tags of an engine's scopes, with and without memory.");
   module.def("memory_end", [] {
     if (MemorySaver::scopes().empty()) {
       value_or_raise(Status(Error{.code = Code::kFailedPrecondition,

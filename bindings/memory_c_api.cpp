@@ -104,7 +104,9 @@ TORPOR_EXPORT int torpor_region_begin(const char* tag, int keep) {
     if (text(tag).empty())
       return torpor::Error{
           .code = torpor::Code::kInvalidArgument, .what = "a region has no tag", .next_step = "give it one"};
-    MemorySaver::scopes().push_back({.tag = text(tag), .keep = keep != 0});
+    const MemorySaver::Scope scope{.tag = text(tag), .keep = keep != 0};
+    TORPOR_RETURN_IF_ERROR(memory_saver().check_owner(scope));
+    MemorySaver::scopes().push_back(scope);
     return torpor::ok();
   });
 }

@@ -68,7 +68,42 @@ Result<DeviceAddress> MemorySaver::allocate(int device, uint64_t bytes) {
   const MutexLock lock(mutex_);
   TORPOR_ASSIGN_OR_RETURN(RankMemory* const memory, find_or_make(device, make_memory_));
   if (margin_bytes_ > 0) TORPOR_RETURN_IF_ERROR(leaves_margin(memory->device().info(), bytes, margin_bytes_));
+  TORPOR_RETURN_IF_ERROR(is_owner(scope));
+  if (scope.engine)
+    engine_tags_.insert(scope.tag);
+  else
+    engine_tags_.erase(scope.tag);
+  memory->set_foreign(tag_of(scope), !scope.engine);
   return memory->allocate(tag_of(scope), std::to_string(++devices_[device].allocations), bytes);
+}
+
+Status MemorySaver::is_owner(const Scope& scope) const {
+  if (engine_tags_.contains(scope.tag) == scope.engine) return ok();
+  for (const auto& [ordinal, device] : devices_) {
+    if (device.memory == nullptr) continue;
+    for (const auto& [name, state] : device.memory->states()) {
+      if (user_tag(name) != scope.tag) continue;
+      return Error{.code = Code::kFailedPrecondition,
+                   .what = fmt::format("the tag \"{}\" has memory of {}", scope.tag,
+                                       scope.engine ? "a region of this program" : "an engine of this process"),
+                   .next_step = "give the region another tag"};
+    }
+  }
+  return ok();
+}
+
+Status MemorySaver::check_owner(const Scope& scope) const {
+  const MutexLock lock(mutex_);
+  return is_owner(scope);
+}
+
+std::set<std::string> MemorySaver::engine_tags() const {
+  const MutexLock lock(mutex_);
+  return engine_tags_;
+}
+
+bool MemorySaver::is_left_out(const std::vector<std::string>& tags, const std::string& name) const {
+  return tags.empty() ? engine_tags_.contains(user_tag(name)) : !has_tag(tags, user_tag(name));
 }
 
 Result<RankMemory*> MemorySaver::find(int device) const {
@@ -167,7 +202,7 @@ Result<TagMove> MemorySaver::each(
     if (device.memory == nullptr) continue;
     std::vector<std::string> tags;
     for (const auto& [name, state] : device.memory->states()) {
-      if (!wanted_tags.empty() && !has_tag(wanted_tags, user_tag(name))) continue;
+      if (is_left_out(wanted_tags, name)) continue;
       known.insert(user_tag(name));
       const bool fits =
           state == wanted || state == RegionState::kBroken || (wanted == RegionState::kDetached && is_asleep(state));
@@ -247,7 +282,7 @@ void MemorySaver::mark_dirty(const std::vector<std::string>& tags) {
   for (auto& [ordinal, device] : devices_) {
     if (device.memory == nullptr) continue;
     for (const auto& [name, state] : device.memory->states()) {
-      if (tags.empty() || has_tag(tags, user_tag(name))) device.memory->mark_dirty(name);
+      if (!is_left_out(tags, name)) device.memory->mark_dirty(name);
     }
   }
 }

@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -33,6 +34,7 @@ class MemorySaver {
     bool keep = true;      // a sleep saves the content; else the memory comes back without content
     bool active = true;    // false: allocations fail here, as they should not be torpor's
     bool on_disk = false;  // a backup on disk, which is not offered: allocations fail, too
+    bool engine = false;   // the tag is an engine's that shares this memory with its program
   };
   using MakeMemory = std::function<Result<std::unique_ptr<RankMemory>>(int ordinal)>;
 
@@ -41,6 +43,10 @@ class MemorySaver {
   ~MemorySaver();
 
   static std::vector<Scope>& scopes();  // of this thread; empty: the default scope applies
+  // kFailedPrecondition: the tag of the scope has memory of an engine, and the scope is the program's, or the other way
+  // round.
+  Status check_owner(const Scope& scope) const;
+  std::set<std::string> engine_tags() const;  // with and without memory
 
   Result<DeviceAddress> allocate(int device, uint64_t bytes);  // in the current scope
   // Free an allocation of this device.
@@ -59,9 +65,10 @@ class MemorySaver {
   // Return the memory of this device, for a controller above it. It lives as long as this object. The first call, or
   // the first allocation there, makes it, with `make` if that is given.
   Result<RankMemory*> memory_of(int device, const MakeMemory& make = {});
-  // Put these tags to sleep on every device that has them. `tags` empty: all that are awake. `keep`: the tags whose
-  // content is saved; none: as their scopes said. A device that fails undoes its own sleep. Devices that slept before
-  // it stay asleep; a retry goes on from there.
+  // Put these tags to sleep on every device that has them. `tags` empty: all that are awake but for an engine's, which
+  // would not know of it. The calls below leave those alone, too. `keep`: the tags whose content is saved; none: as
+  // their scopes said. A device that fails undoes its own sleep. Devices that slept before it stay asleep; a retry goes
+  // on from there.
   Result<TagMove> sleep(const std::vector<std::string>& tags, const std::optional<std::vector<std::string>>& keep = {},
                         CleanCheck clean = CleanCheck::kTrust);
   // Wake these tags on every device that has them. `tags` empty: all that are asleep. Failures: as sleep().
@@ -83,6 +90,8 @@ class MemorySaver {
   Result<RankMemory*> find_or_make(int device, const MakeMemory& make) TORPOR_REQUIRES(mutex_);
   Result<RankMemory*> find(int device) const TORPOR_REQUIRES(mutex_);
   void free_left() TORPOR_REQUIRES(mutex_);  // what free_soon() left
+  Status is_owner(const Scope& scope) const TORPOR_REQUIRES(mutex_);
+  bool is_left_out(const std::vector<std::string>& tags, const std::string& name) const TORPOR_REQUIRES(mutex_);
   static std::vector<std::string> kept(const std::vector<std::string>& tags,
                                        const std::optional<std::vector<std::string>>& keep);
   // Do `work` on each device with those of its tags that are in the state `wanted`. `operation`: its name in events;
@@ -94,6 +103,7 @@ class MemorySaver {
   const MakeMemory make_memory_;
   mutable Mutex mutex_;
   std::map<int, Device> devices_ TORPOR_GUARDED_BY(mutex_);
+  std::set<std::string> engine_tags_ TORPOR_GUARDED_BY(mutex_);
   uint64_t margin_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
 };
 

@@ -163,6 +163,14 @@ Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_vie
   return address;
 }
 
+void RankMemory::set_foreign(const std::string& tag, bool foreign) {
+  const MutexLock lock(mutex_);
+  if (foreign)
+    foreign_.insert(tag);
+  else
+    foreign_.erase(tag);
+}
+
 Status RankMemory::free(DeviceAddress address) {
   TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);

@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 
@@ -93,6 +94,8 @@ class RankMemory {
 
   // Allocate a zeroed region. Its address is valid for the life of this object, its bytes while its tag is attached.
   Result<DeviceAddress> allocate(std::string_view tag, std::string_view name, uint64_t size_bytes);
+  // Note that `tag` is of a program that shares this memory with an engine, or not: replies to orders leave it out.
+  void set_foreign(const std::string& tag, bool foreign);
   // Free a region. If it has weights or KV blocks, a checkpoint that is being written ends. Errors: those of
   // SleepAllocator::free().
   Status free(DeviceAddress address);
@@ -151,6 +154,7 @@ class RankMemory {
   RankSteps& steps() TORPOR_REQUIRES(mutex_) { return *steps_; }
   void free_left() noexcept TORPOR_REQUIRES(mutex_);  // what free_soon() left
   void fill(RankLedger& ledger) const TORPOR_REQUIRES(mutex_);
+  const std::set<std::string>& foreign() const TORPOR_REQUIRES(mutex_) { return foreign_; }
   RegionImages& images() TORPOR_REQUIRES(mutex_) { return *images_; }
   const SleepAllocator& allocator() const { return *allocator_; }
   DeviceMemory& device() { return *device_; }
@@ -182,6 +186,7 @@ class RankMemory {
   uint64_t kv_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;  // of the regions
   uint64_t other_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
   std::vector<DeviceAddress> left_ TORPOR_GUARDED_BY(mutex_);  // by free_soon()
+  std::set<std::string> foreign_ TORPOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace torpor

@@ -6,6 +6,21 @@
 #include <fmt/core.h>
 
 namespace torpor {
+namespace {
+
+template <class Reply>
+void leave_out(const std::set<std::string>& tags, Reply& reply) {
+  for (const std::string& tag : tags) {
+    reply.ledger.tags.erase(tag);
+    if constexpr (std::is_same_v<Reply, orders::Describe::Reply>) {
+      reply.writes.erase(tag);
+      reply.proven.erase(tag);
+      std::erase(reply.without_content, tag);
+    }
+  }
+}
+
+}  // namespace
 
 template <class Order>
 Result<Bytes> RankService::answer(const Order& order) {
@@ -13,7 +28,10 @@ Result<Bytes> RankService::answer(const Order& order) {
   constexpr bool ends_a_move = std::is_same_v<Order, orders::Detach> || std::is_same_v<Order, orders::Undo> ||
                                std::is_same_v<Order, orders::Finish>;
   if constexpr (ends_a_move) memory_.free_left();
-  if constexpr (requires { reply.ledger; }) memory_.fill(reply.ledger);
+  if constexpr (requires { reply.ledger; }) {
+    memory_.fill(reply.ledger);
+    leave_out(memory_.foreign(), reply);
+  }
   return encode_reply<Order>(reply);
 }
 

@@ -144,6 +144,45 @@ TEST_F(MemorySaverTest, WhatASleepOrTheDeviceRefusesToFreeIsFreedLater) {
   ASSERT_SUCCEEDS(memory_.free_soon(0, used));
 }
 
+TEST_F(MemorySaverTest, AnEngineAndItsProgramLeaveTheTagsOfTheOtherAlone) {
+  const auto allocate = [&](const MemorySaver::Scope& scope) {
+    MemorySaver::scopes().push_back(scope);
+    Result<DeviceAddress> address = memory_.allocate(0, 2 * kMiB);
+    MemorySaver::scopes().pop_back();
+    return address;
+  };
+  const DeviceAddress weights = value_of(allocate({.tag = "weights", .engine = true}));
+  const DeviceAddress optimizer = value_of(allocate({.tag = "optimizer", .keep = false}));
+  RankMemory& rank = *value_of(memory_.memory_of(0));
+  const auto described = [&] { return value_of(test::call_rank(rank, orders::Describe{})); };
+  const auto tags = [&] {
+    std::vector<std::string> names;
+    for (const auto& [name, tag] : described().ledger.tags) names.push_back(name);
+    return names;
+  };
+  const uint64_t writes = described().writes["weights"];
+
+  memory_.mark_dirty({});
+  ASSERT_SUCCEEDS(memory_.sleep({}));
+  EXPECT_EQ(rank.states().at("weights"), RegionState::kAttached);
+  ASSERT_SUCCEEDS(memory_.wake({}));
+  EXPECT_EQ(described().writes["weights"], writes);
+  EXPECT_TRUE(described().without_content.empty());  // the program's came back so
+  EXPECT_EQ(tags(), std::vector<std::string>{"weights"});
+  ASSERT_SUCCEEDS(memory_.sleep({"weights"}));  // by its name
+  ASSERT_SUCCEEDS(memory_.wake({"weights"}));
+
+  EXPECT_FAILS(allocate({.tag = "weights", .keep = false}), Code::kFailedPrecondition, "has memory of an engine");
+  EXPECT_FAILS(allocate({.tag = "optimizer", .engine = true}), Code::kFailedPrecondition, "a region of this program");
+  EXPECT_EQ(tags(), std::vector<std::string>{"weights"});
+  ASSERT_SUCCEEDS(memory_.free(0, optimizer));
+  ASSERT_TRUE(allocate({.tag = "optimizer", .engine = true}));  // the name is free
+  EXPECT_EQ(tags(), (std::vector<std::string>{"optimizer", "weights"}));
+  ASSERT_SUCCEEDS(memory_.free(0, weights));
+  ASSERT_TRUE(allocate({.tag = "weights"}));
+  EXPECT_EQ(tags(), std::vector<std::string>{"optimizer"});
+}
+
 TEST_F(MemorySaverTest, ABackupOnDiskIsRefusedByName) {
   MemorySaver::scopes().push_back({.tag = "t", .on_disk = true});
   const auto refused = memory_.allocate(0, 5000);

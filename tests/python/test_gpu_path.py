@@ -92,9 +92,9 @@ def test_what_torch_gives_back_around_a_sleep_is_neither_saved_nor_kept(one):
     for released in (worker.torpor_settle, worker.torpor_release_derived):
         memory.release_unused()
         before = held()
-        with memory.region("runtime"):
+        with memory.region("runtime", engine=True):
             unused, used = [fresh(3)], fresh(1)
-        with memory.region("runtime"):
+        with memory.region("runtime", engine=True):
             unused.append(fresh(3))
 
         def letting_go(*arguments, released=released, unused=unused):

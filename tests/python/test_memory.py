@@ -159,7 +159,7 @@ def test_what_vllm_asks_of_a_sleep_mode_backend():
     backend = SleepModeBackendFactory.get_backend_class("torpor")()
     addresses = {}
     for name in ("weights", "kv_cache", "runtime", "cudagraph", "scratch"):
-        with memory.scope(name):
+        with memory.scope(name, engine=True):
             addresses[name] = memory.allocate(70_000)
         bytes_at(addresses[name], 70_000)[:] = name[0].encode() * 70_000
 
@@ -188,6 +188,54 @@ def test_what_vllm_asks_of_a_sleep_mode_backend():
     with pytest.raises(errors.WrongState):
         backend.suspend(7)
     for address in addresses.values():
+        memory.free(address)
+
+
+def test_an_engine_and_its_program_leave_the_memory_of_the_other_alone(tag):
+    from torpor.torch_memory_saver import torch_memory_saver
+    from torpor.vllm import gpu_allocator
+
+    allocator = gpu_allocator.TorporAllocator()
+    usage = allocator.get_current_usage()
+    addresses = []
+    for name, of_engine in (("kv_cache", True), (tag, False)):
+        with memory.scope(name, engine=of_engine):
+            addresses.append(memory.allocate(70_000))
+
+    def states() -> tuple[str, str]:
+        tags = memory.ledger()[0]["tags"]
+        return tags["kv_cache"]["state"], tags[tag]["state"]
+
+    assert allocator.get_current_usage() == usage + 70_000
+    torch_memory_saver.pause()
+    assert states() == ("attached", "detached")
+    with pytest.raises(errors.WrongState, match="nothing is attached"):
+        memory.sleep()
+    allocator.sleep()
+    torch_memory_saver.resume()
+    assert states() == ("detached", "attached")
+    with pytest.raises(errors.WrongState, match="nothing is detached"):
+        memory.wake()
+    allocator.wake_up()
+    assert states() == ("attached", "attached")
+    memory.sleep(tag, "kv_cache")  # by their names
+    memory.wake(tag, "kv_cache")
+    for name, of_engine, whose in (("kv_cache", False, "an engine"), (tag, True, "a region of this program")):
+        with (
+            pytest.raises(errors.WrongState, match=f'"{name}" has memory of {whose}'),
+            memory.scope(name, engine=of_engine),
+        ):
+            pass
+    with pytest.raises(errors.Unsupported, match="another engine of this process"):
+        gpu_allocator.check_alone(0)
+    memory.free(addresses[0])
+    with memory.scope("kv_cache"):  # the engine has ended
+        addresses[0] = memory.allocate(70_000)
+    with pytest.raises(errors.Unsupported, match="has a region with the tag 'kv_cache'"):
+        gpu_allocator.check_alone(0)
+    memory.sleep()
+    assert states() == ("detached", "detached")
+    for address in addresses:
         memory.free(address)
 
 

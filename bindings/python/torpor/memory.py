@@ -43,9 +43,13 @@ _postponed = False  # whether a pool would have ended if nobody had been allocat
 
 
 @contextmanager
-def scope(tag: str, keep: bool = True) -> Iterator[None]:
-    """What this thread allocates through torpor belongs to `tag`. keep=False: it comes back without content."""
-    _core.memory_begin(tag, keep)
+def scope(tag: str, keep: bool = True, *, engine: bool = False) -> Iterator[None]:
+    """What this thread allocates through torpor belongs to `tag`. keep=False: it comes back without content.
+
+    engine: the tag is an engine's, which a program shares its process with. Calls for all tags leave it alone. Raises
+    WrongState for a tag that has memory of the other kind.
+    """
+    _core.memory_begin(tag, keep, engine)
     try:
         yield
     finally:
@@ -53,8 +57,8 @@ def scope(tag: str, keep: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def region(tag: str, keep: bool = True) -> Iterator[torch.cuda.MemPool]:
-    """scope(tag, keep), and what torch allocates on its current GPU inside comes from torpor. Yields torch's MemPool.
+def region(tag: str, keep: bool = True, *, engine: bool = False) -> Iterator[torch.cuda.MemPool]:
+    """scope(), and what torch allocates on its current GPU inside comes from torpor. Yields torch's MemPool.
 
     torch keeps what is freed in a pool for that pool. At the end, when the next region of the same tag begins, and by
     release_unused(), torpor gives unused memory back to the device: whole pools, and single segments of pools that are
@@ -68,7 +72,7 @@ def region(tag: str, keep: bool = True) -> Iterator[torch.cuda.MemPool]:
     pool = new_pool()
     release_unused(tag)
     try:
-        with scope(tag, keep), allocating(), torch.cuda.use_mem_pool(pool):
+        with scope(tag, keep, engine=engine), allocating(), torch.cuda.use_mem_pool(pool):
             yield pool
     finally:
         retire(pool, tag)
@@ -218,7 +222,7 @@ def free(address: int, device: int = 0) -> None:
 
 
 def sleep(*tags: str, keep: tuple[str, ...] | None = None, check: bool = False) -> dict:
-    """Frees the memory of `tags`, or of all that is awake. Saved before is what is in `keep`, or what the scopes said.
+    """Frees the memory of `tags`, or of all that is awake but for an engine's. Saved before is what is in `keep`, or what the scopes said.
 
     check: compare digests with what was saved earlier, instead of taking mark_dirty()'s word for what has changed.
 
@@ -229,7 +233,7 @@ def sleep(*tags: str, keep: tuple[str, ...] | None = None, check: bool = False) 
 
 
 def wake(*tags: str) -> dict:
-    """Fresh memory under the old addresses, with what was saved. `tags` none: all that sleeps.
+    """Fresh memory under the old addresses, with what was saved. `tags` none: all that sleeps but for an engine's.
 
     If the device has too little, torch's cache is emptied first, as somebody may have computed meanwhile. Returns bytes
     and seconds as sleep() does. Raises NotEnoughRoom if it still has too little; all sleeps on then.
@@ -266,7 +270,7 @@ def plan_wake(*tags: str) -> dict:
 
 
 def mark_dirty(*tags: str) -> None:
-    """The owner changed memory of these tags, or of all: it has to be saved again."""
+    """The owner changed memory of these tags, or of all but an engine's: it has to be saved again."""
     _core.memory_mark_dirty(list(tags))
 
 

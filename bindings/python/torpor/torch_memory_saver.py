@@ -78,6 +78,8 @@ class TorchMemorySaver:
     def pause(self, tag: str | None = None) -> None:
         """Gives back what was allocated under `tag`, or all that is not paused. Nothing if that tag has no memory.
 
+        Without a tag the memory of an engine in this process stays: that has calls of its own.
+
         Raises WrongState for a tag that is paused already, where torch_memory_saver ends the process.
         """
         if wanted := self._wanted(tag, awake=True):
@@ -164,12 +166,13 @@ class TorchMemorySaver:
 
     @staticmethod
     def _wanted(tag: str | None, awake: bool) -> list[str]:
-        """`tag` if it has memory; without one, every tag that is awake, or asleep."""
+        """`tag` if it has memory; without one, every tag that is awake, or asleep, but for an engine's."""
         tags = [each for device in memory.ledger().values() for each in device["tags"].items()]
         held = [(name.removesuffix(_WITHOUT_BACKUP), tag_held["state"]) for name, tag_held in tags]
         if tag:  # the empty tag is none, as there
             return [tag] if any(name == tag for name, _ in held) else []
-        return sorted({name for name, state in held if (state == "attached") == awake})
+        engines = _core.memory_engine_tags()
+        return sorted({name for name, state in held if (state == "attached") == awake and name not in engines})
 
 
 def _check_backend(enable_cpu_backup: bool, cpu_backup_backend: str | None) -> None:

@@ -39,7 +39,7 @@ class TorporAllocator:
 
     @contextmanager
     def use_memory_pool(self, tag: str | None = None):
-        with memory.region(tag or "default"):
+        with memory.region(tag or "default", engine=True):
             yield
 
     @contextmanager
@@ -50,7 +50,7 @@ class TorporAllocator:
         """
         if self._graph_pool is None:
             self._graph_pool = memory.new_pool()
-        with memory.scope("cudagraph"), memory.allocating(capturing=True):
+        with memory.scope("cudagraph", engine=True), memory.allocating(capturing=True):
             yield self._graph_pool.id
 
     def release_pools(self) -> None:
@@ -62,13 +62,15 @@ class TorporAllocator:
         memory.release_unused()
 
     def _tags(self, state: str, wanted) -> list[str]:
-        found = {
-            tag
-            for device in memory.ledger().values()
-            for tag, held in device["tags"].items()
-            if (held["state"] == "attached") == (state == "awake")
-        }
+        found = {tag for tag, held in self._held() if (held["state"] == "attached") == (state == "awake")}
         return sorted(tag for tag in found if wanted(tag))
+
+    @staticmethod
+    def _held() -> list[tuple[str, dict]]:
+        """Return the engine's tags, as the ledger of each device has them. Those of its program are not its own."""
+        engines = _core.memory_engine_tags()
+        held = [each for device in memory.ledger().values() for each in device["tags"].items()]
+        return [(tag, of_tag) for tag, of_tag in held if tag in engines]
 
     def sleep(self, offload_tags: tuple[str, ...] | str | None = None) -> None:
         """Frees all that is awake; what is in `offload_tags` is saved before."""
@@ -97,18 +99,24 @@ class TorporAllocator:
             memory.wake(*asleep)
 
     def get_current_usage(self) -> int:
-        return sum(held["region_bytes"] for device in memory.ledger().values() for held in device["tags"].values())
+        return sum(held["region_bytes"] for _, held in self._held())
 
 
 def check_alone(device: int) -> None:
-    """Before an engine loads its weights: raise Unsupported if another one of this process has memory on the device.
+    """Before an engine loads its weights: raise Unsupported if another one of this process has memory on the device, or
+    the program a region with a name that the engine needs.
 
     Tags have plain names, so a sleep of one would take the other's memory too. vLLM's own allocator refuses it as well.
     Of an engine that has ended, vLLM may keep tensors among the weights, but no KV cache.
     """
     gc.collect()
     memory.release_unused()
-    tags = memory.ledger().get(device, {"tags": {}})["tags"]
+    tags, engines = memory.ledger().get(device, {"tags": {}})["tags"], _core.memory_engine_tags()
+    if taken := sorted({"weights", "kv_cache", "workspace", *ALWAYS_KEPT}.intersection(tags) - engines):
+        raise Unsupported(
+            f"the program of this engine has a region with the tag {taken[0]!r}, which is the engine's",
+            "give that region another tag",
+        )
     if tags.get("kv_cache", {"region_bytes": 0})["region_bytes"] > 0:
         raise Unsupported(
             f"another engine of this process has its memory on device {device}",

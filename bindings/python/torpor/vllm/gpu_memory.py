@@ -230,7 +230,7 @@ def _weights_apart(model_runner):
         load = loader.load_model
 
         def load_model(*args, **kwargs):
-            with memory.region("weights") as pool:
+            with memory.region("weights", engine=True) as pool:
                 model = load(*args, **kwargs)
                 found.look_at(model, pool)
                 del pool  # region() ends it
