@@ -8,6 +8,8 @@ that it has, and nothing of a process that has ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 sys.path.insert(0, str(ROOT / "tests/python"))
 
 from server_stubs import Engine, build, client, no_settings, run, started  # noqa: F401
+from test_switch import answer_of
 from torpor.errors import FileError, Incompatible, NotEnoughRoom
 from torpor.vllm.server import life
 from torpor.vllm.server.metrics import Metrics
@@ -45,7 +48,7 @@ class Watched:
     """Servers by address, as Prometheus sees them, and what is to be firing when."""
 
     def __init__(self, monkeypatch, folder: Path):
-        self._monkeypatch, self._folder = monkeypatch, folder
+        self._monkeypatch, self.folder = monkeypatch, folder
         self._series: dict[str, list[str]] = {}
         self._servers: dict[str, life.Server] = {}
         self._minute = 0
@@ -57,7 +60,7 @@ class Watched:
 
     def unfit(self) -> Engine:
         """An engine that the checkpoint of its own directory does not fit."""
-        folder = self._folder / str(len(list(self._folder.iterdir())))
+        folder = self.folder / str(len(list(self.folder.iterdir())))
         folder.mkdir()
         return Engine(folder, wakes_with=Incompatible("another model", "use another one"))
 
@@ -121,6 +124,17 @@ class Watched:
         series = [{"series": name, "values": " ".join(values)} for name, values in self._series.items()]
         test = {"interval": "1m", "input_series": series, "alert_rule_test": self.tests}
         return {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [test]}
+
+
+@contextlib.contextmanager
+def no_file_grows():
+    """As on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def rules() -> list[dict]:
@@ -244,6 +258,28 @@ async def a_log_that_cannot_be_written(watched):
     watched.scrape()
     watched.firing("TorporAnswersAtRisk", "c cannot write its response log", instance="c", **of)
     watched.scrape(6)
+    watched.silent("TorporAnswersAtRisk")
+
+
+@scene("TorporAnswersAtRisk")
+async def a_log_that_stays_broken_with_one_failed_write(watched):
+    def fires() -> None:
+        watched.firing("TorporAnswersAtRisk", "a cannot write its response log", instance="a", engine="0", job="torpor")
+
+    server = await watched.serve("a", Engine(watched.folder), response_log_sync="never")
+    watched.scrape(5)
+    watched.silent("TorporAnswersAtRisk")
+    with no_file_grows():
+        server.recorder._start(answer_of("a"))
+        server.recorder._start(answer_of("b"))
+        assert server.recorder.failures == 1
+        watched.scrape(20)
+        fires()
+    for _ in range(6000):  # now there is room, and the log tries once a second
+        if not server.recorder.answers.counts()["problem"]:
+            break
+        await asyncio.sleep(0.01)
+    watched.scrape()
     watched.silent("TorporAnswersAtRisk")
 
 

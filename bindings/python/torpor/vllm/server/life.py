@@ -250,6 +250,7 @@ class Server:
         counters = self.metrics.log_failures.inc, self.metrics.answers_dropped.inc
         self.recorder = Recorder(self.engine.output_processor, answers, always, *counters)
         self.metrics.log_bytes.set_function(lambda: answers.counts()["log_bytes"])
+        self.metrics.log_failing.set_function(lambda: bool(answers.counts()["problem"]))
 
     def _end_unrestorable(self) -> None:
         for answer in self.log.answers.all():

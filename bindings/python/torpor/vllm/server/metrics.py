@@ -231,6 +231,13 @@ class Metrics:
         self.log_bytes = of(
             Gauge, "torpor_response_log_bytes", "Size in bytes of the response log; absent without one.", values=()
         )
+        self.log_failing = of(
+            Gauge,
+            "torpor_response_log_failing",
+            "1: the response log lacks what could not be written, so a crash would lose answers; 0: it has everything. "
+            "Absent without one.",
+            values=(),
+        )
         self.queued = of(Gauge, "torpor_requests_queued", "Requests that wait for a wake now.")
         self.refused = of(
             Counter, "torpor_requests_refused", "Requests that were refused (503) because the engine was not awake."
