@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "tests/python"))
 from server_stubs import Engine, build, client, no_settings, run, started  # noqa: F401
 from test_switch import answer_of
 from torpor.errors import FileError, Incompatible, NotEnoughRoom
-from torpor.vllm.server import life
+from torpor.vllm.server import automatic, life
 from torpor.vllm.server.metrics import Metrics
 
 RULES = CHART / "files/alerts.yaml"
@@ -55,8 +55,16 @@ class Watched:
         self.jobs = ["torpor"]  # of Prometheus: each scrapes every server
         self.tests: list[dict] = []
         self.fired: set[str] = set()
+        self._sleepers: list[tuple[float, asyncio.Future]] = []  # periodic checkpoints, until when
         clock = SimpleNamespace(time=lambda: self._minute * 60.0, monotonic=lambda: self._minute * 60.0)
         monkeypatch.setattr(life, "time", clock)
+        monkeypatch.setattr(automatic, "time", clock)
+        monkeypatch.setattr(automatic, "asyncio", SimpleNamespace(sleep=self._sleep))
+
+    async def _sleep(self, seconds: float) -> None:
+        woken = asyncio.get_running_loop().create_future()
+        self._sleepers.append((self._minute * 60.0 + seconds, woken))
+        await woken
 
     def unfit(self) -> Engine:
         """An engine that the checkpoint of its own directory does not fit."""
@@ -100,6 +108,19 @@ class Watched:
                 gone = "stale" if values and values[-1] not in ("_", "stale") else "_"
                 values.append(seen.get(name, gone))
             self._minute += 1
+
+    async def live(self, minutes: int, each: Callable[[], None] = lambda: None) -> None:
+        """As scrape(), of servers that write periodic checkpoints."""
+        while not self._sleepers:
+            await asyncio.sleep(0)
+        for _ in range(minutes):
+            self.scrape(1, each)
+            count = len(self._sleepers)
+            for due in [each for each in self._sleepers if each[0] <= self._minute * 60.0]:
+                self._sleepers.remove(due)
+                due[1].set_result(None)
+            while len(self._sleepers) < count:
+                await asyncio.sleep(0.001)
 
     def silent(self, *alerts: str) -> None:
         self.tests += [{"eval_time": f"{self._minute - 1}m", "alertname": alert} for alert in alerts]
@@ -337,6 +358,46 @@ async def a_checkpoint_that_is_due(watched):
     watched.scrape(10, give)
     watched.silent("TorporCheckpointOld")
     assert idle.state == "awake"
+
+
+@scene("TorporCheckpointOld")
+async def a_checkpoint_that_is_not_due_yet(watched):
+    server = await watched.serve("a", Engine(watched.folder), checkpoint_interval_seconds=600, response_log="off")
+    task = asyncio.create_task(server._automatic.checkpoints())
+
+    def give() -> None:
+        server.tokens.inc(100)
+        server.begun += 1
+
+    await watched.live(11, give)
+    assert server.last_checkpoint["time"] == 600
+    await watched.live(10)
+    assert server.last_checkpoint["time"] == 1200
+    await watched.live(60)
+    assert server.last_checkpoint["time"] == 1200  # there was nothing to write
+    await watched.live(8, give)
+    watched.silent("TorporCheckpointOld")
+    await server.sleep(to="disk")
+    await watched.live(62)
+    await server.wake_up()
+    await watched.live(8, give)
+    watched.silent("TorporCheckpointOld")
+
+    async def fails(**_):
+        raise NotEnoughRoom("the volume is full")
+
+    server.engine.checkpoint = fails
+    await watched.live(24, give)
+    watched.silent("TorporCheckpointOld")
+    await watched.live(8, give)
+    of = {"instance": "a", "engine": "0", "job": "torpor"}
+    watched.firing("TorporCheckpointOld", "a has written no checkpoint for 40m 0s", **of)
+    task.cancel()
+    watched.kill("a")
+    server = await watched.serve("b", checkpoint_interval_seconds=600, response_log="off")
+    server.metrics.checkpoint_time.set(1200)
+    watched.scrape(9, give)
+    watched.silent("TorporCheckpointOld")
 
 
 @scene("TorporCheckpointOld", "TorporRequestsLost")

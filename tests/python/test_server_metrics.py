@@ -147,6 +147,7 @@ def test_what_is_not_known_is_absent(monkeypatch, tmp_path):
         unknown = (
             "torpor_checkpoint_timestamp_seconds", "torpor_checkpoint_bytes", "torpor_start_timestamp_seconds",
             "torpor_response_log_bytes", "torpor_checkpoint_interval_seconds", "torpor_push_timestamp_seconds",
+            "torpor_response_log_failing", "torpor_checkpoint_not_due_timestamp_seconds",
         )  # fmt: skip
         for name in unknown:
             assert metric(server, name) is None
@@ -161,6 +162,7 @@ def test_what_is_not_known_is_absent(monkeypatch, tmp_path):
         await started(server)
         assert metric(server, "torpor_checkpoint_interval_seconds") == 5
         assert metric(server, "torpor_response_log_bytes") is not None
+        assert metric(server, "torpor_response_log_failing") == 0
 
     run(scene())
 

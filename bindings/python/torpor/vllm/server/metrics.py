@@ -200,6 +200,13 @@ class Metrics:
             "Unix time at which the newest checkpoint was written, by this process or by the one that it goes on from.",
             values=(),
         )
+        self.checkpoint_not_due_time = of(
+            Gauge,
+            "torpor_checkpoint_not_due_timestamp_seconds",
+            "Unix time at which this process last looked, after an interval of periodic checkpoints, and had none to "
+            "write: nothing had changed since the newest one, or the engine was not awake.",
+            values=(),
+        )
         self.pushes = of(
             Counter,
             "torpor_pushes",
