@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from conftest import ROOT
@@ -155,11 +156,12 @@ def test_each_bench_runs(name):
     assert json.loads(done.stdout[done.stdout.index("{") :]), done.stdout
 
 
-def test_the_console_bench_publishes_events_in_a_process_of_its_own(tmp_path):
-    command = [sys.executable, BENCH / "console_bench.py", "--publish", tmp_path, "100"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as publishing:
-        assert publishing.stdout.readline() == "ready\n"
-        publishing.kill()
+def test_the_console_bench_publishes_events_in_a_process_of_its_own():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        command = [sys.executable, BENCH / "console_bench.py", "--publish", folder, "100"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as publishing:
+            assert publishing.stdout.readline() == "ready\n"
+            publishing.kill()
 
 
 def test_there_is_a_smallest_shape_of_each_bench():
