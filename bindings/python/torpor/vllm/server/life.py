@@ -553,12 +553,14 @@ class Server:
             if self.state != "awake":
                 raise WrongState(f"the server is {self.state}", "wake it, or let it sleep to disk")
             try:
+                began = time.monotonic()
                 await self.sync_log()
                 report = await self.engine.checkpoint(progress=progress, metadata=metadata)
             except BaseException:
                 self.metrics.failed("checkpoint", "disk")
                 raise
             self.metrics.record("checkpoint", "disk", report)
+            self.metrics.checkpoint_seconds.observe(time.monotonic() - began)
             self.remember(report, time.time())
             await self._push(report)
             return report

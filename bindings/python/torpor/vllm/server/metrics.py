@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from torpor import _core
 from torpor.vllm.server.tasks import TASKS
 
-_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600)
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600)
 STATES = (
     "starting", "awake", "falling asleep", "asleep", "waking", "failed", "ending", "standby", "taking over",
     "handing over",
@@ -109,10 +109,18 @@ class Metrics:
             OPERATIONS,
             buckets=_SECONDS,
         )
+        self.checkpoint_seconds = of(
+            Histogram,
+            "torpor_checkpoint_seconds",
+            "Seconds from the call of a checkpoint until it was durable; the engine serves in most of them.",
+            values=((),),
+            buckets=_SECONDS,
+        )
         self.phase_seconds = of(
             Histogram,
             "torpor_phase_seconds",
-            "Seconds that one phase of a sleep, a wake or a checkpoint took.",
+            "Seconds that one phase of a sleep, a wake or a checkpoint took. A checkpoint has two phases save: before "
+            "the engine is stopped for it, and in the stop.",
             ("operation", "phase"),
             [(operation, phase) for operation, phases in PHASES.items() for phase in phases],
             buckets=_SECONDS,
@@ -247,7 +255,9 @@ class Metrics:
         )
         self.queued = of(Gauge, "torpor_requests_queued", "Requests that wait for a wake now.")
         self.refused = of(
-            Counter, "torpor_requests_refused", "Requests that were refused (503) because the engine was not awake."
+            Counter,
+            "torpor_requests_refused",
+            "Requests that were refused (503) because the server was not awake: asleep, a standby, failed or ending.",
         )
         self.task_failures = of(
             Counter,
