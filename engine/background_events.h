@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// BackgroundEvents: the events and the phases of a checkpoint that is written while the engine serves. They are those of
-// any operation (engine/operation.h). The Operation of the stop is a part of it, and emits the phases of the stop. A
+// BackgroundEvents: the events and the phases of a checkpoint that is written while the engine serves. They are those
+// of any operation (engine/operation.h). The Operation of the stop is a part of it, and emits the phases of the stop. A
 // debugger may pause the engine meanwhile.
 //
 // Owner: BackgroundCheckpoint. Threads: one at a time. Failure: none.

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the response log reads of vLLM's requests by itself, how it writes that, and its limit in bytes: no engine."""
 
+import asyncio
 import random
 import re
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -235,6 +237,26 @@ def test_what_the_limit_drops_is_counted_and_named_and_what_runs_is_not_dropped(
         assert counts["dropped"] == dropped and counts["running"] == 2 and counts["ended"] == 6 - dropped
         assert metric(server, "torpor_responses_dropped_total") == dropped
         assert len([text for text in said if "the response log is full" in text]) == 1
+
+    run(scene())
+
+
+def test_a_log_is_failing_until_it_has_what_could_not_be_written(monkeypatch, tmp_path):
+    async def scene():
+        _, server = build(monkeypatch, [], engine=Engine(tmp_path), response_log_sync="never")
+        await started(server)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        assert metric(server, "torpor_response_log_failing") == 0
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # as on a full disk
+        try:
+            for name in ("a", "b"):
+                server.recorder._start(request(name))
+            assert metric(server, "torpor_response_log_failing") == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert metric(server, "torpor_response_log_failures_total") == 1
+        while metric(server, "torpor_response_log_failing"):
+            await asyncio.sleep(0.01)
 
     run(scene())
 

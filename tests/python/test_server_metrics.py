@@ -46,8 +46,8 @@ def test_counts_are_counters_and_amounts_and_facts_are_gauges():
         "torpor_session_actions", "torpor_pushes",
     }  # fmt: skip
     assert {name for name, kind in kinds.items() if kind == "histogram"} == {
-        "torpor_operation_seconds", "torpor_phase_seconds", "torpor_checkpoint_seconds", "torpor_queue_seconds", "torpor_failover_seconds",
-        "torpor_session_action_seconds",
+        "torpor_operation_seconds", "torpor_phase_seconds", "torpor_checkpoint_seconds", "torpor_queue_seconds",
+        "torpor_failover_seconds", "torpor_session_action_seconds",
     }  # fmt: skip
     for name in ("torpor_response_log_bytes", "torpor_requests_queued", "torpor_start_requests", "torpor_build_info"):
         assert kinds[name] == "gauge"

@@ -191,7 +191,9 @@ def main() -> None:
     parser.add_argument("--requests", type=count, default=400)
     parser.add_argument("--device-blocks", type=count, default=5_000)
     parser.add_argument("--host-blocks", type=count, default=20_000)
-    parser.add_argument("--rounds", type=count_or_0, default=5, help="0: only what --serve, --packed, --memory and --sizes ask for")
+    parser.add_argument(
+        "--rounds", type=count_or_0, default=5, help="0: only what --serve, --packed, --memory and --sizes ask for"
+    )
     parser.add_argument("--sizes", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--only", type=some_of(list(contestants(1))), help="contestants, by name")
