@@ -97,6 +97,7 @@ Result<bool> BackgroundCheckpoint::step(bool wait) {
       if (!committed) return false;
       at_ = At::kEnded;
       events_->leave();
+      report_.phases = events_->take_phases();
       events_->end(Edge::kEnd, {});
       pending_.reset();  // releases the lock of its directory
       (void)try_catch([&]() -> Status {
@@ -188,6 +189,7 @@ Status BackgroundCheckpoint::precopy() {
 Status BackgroundCheckpoint::take(const Value& outputs) {
   captured_.outputs = outputs;
   captured_.metadata = options_.metadata;
+  const std::chrono::nanoseconds began = engine_.clock.now();
   SleepOperation sleep(context_, "checkpoint", options_, events_->number());
   Status copied = try_catch([&] { return stop_and_copy(sleep); });
   if (copied) {
@@ -203,6 +205,10 @@ Status BackgroundCheckpoint::take(const Value& outputs) {
   sleep.operation().fill(sleep.report());
   report_ = std::move(sleep.report());
   report_.seconds += precopy_seconds_;
+  (void)try_catch([&]() -> Status {
+    events_->add(std::exchange(report_.phases, {}), began);
+    return ok();
+  });
   at_ = At::kTaken;
   enter("commit");
   Status begun = work_.begin([this] { return write_state(); });

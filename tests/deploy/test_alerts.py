@@ -8,6 +8,8 @@ that it has, and nothing of a process that has ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,8 +24,9 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 sys.path.insert(0, str(ROOT / "tests/python"))
 
 from server_stubs import Engine, build, client, no_settings, run, started  # noqa: F401
+from test_switch import answer_of
 from torpor.errors import FileError, Incompatible, NotEnoughRoom
-from torpor.vllm.server import life
+from torpor.vllm.server import automatic, life
 from torpor.vllm.server.metrics import Metrics
 
 RULES = CHART / "files/alerts.yaml"
@@ -45,19 +48,27 @@ class Watched:
     """Servers by address, as Prometheus sees them, and what is to be firing when."""
 
     def __init__(self, monkeypatch, folder: Path):
-        self._monkeypatch, self._folder = monkeypatch, folder
+        self._monkeypatch, self.folder = monkeypatch, folder
         self._series: dict[str, list[str]] = {}
         self._servers: dict[str, life.Server] = {}
         self._minute = 0
         self.jobs = ["torpor"]  # of Prometheus: each scrapes every server
         self.tests: list[dict] = []
         self.fired: set[str] = set()
+        self._sleepers: list[tuple[float, asyncio.Future]] = []  # periodic checkpoints, until when
         clock = SimpleNamespace(time=lambda: self._minute * 60.0, monotonic=lambda: self._minute * 60.0)
         monkeypatch.setattr(life, "time", clock)
+        monkeypatch.setattr(automatic, "time", clock)
+        monkeypatch.setattr(automatic, "asyncio", SimpleNamespace(sleep=self._sleep))
+
+    async def _sleep(self, seconds: float) -> None:
+        woken = asyncio.get_running_loop().create_future()
+        self._sleepers.append((self._minute * 60.0 + seconds, woken))
+        await woken
 
     def unfit(self) -> Engine:
         """An engine that the checkpoint of its own directory does not fit."""
-        folder = self._folder / str(len(list(self._folder.iterdir())))
+        folder = self.folder / str(len(list(self.folder.iterdir())))
         folder.mkdir()
         return Engine(folder, wakes_with=Incompatible("another model", "use another one"))
 
@@ -98,6 +109,19 @@ class Watched:
                 values.append(seen.get(name, gone))
             self._minute += 1
 
+    async def live(self, minutes: int, each: Callable[[], None] = lambda: None) -> None:
+        """As scrape(), of servers that write periodic checkpoints."""
+        while not self._sleepers:
+            await asyncio.sleep(0)
+        for _ in range(minutes):
+            self.scrape(1, each)
+            count = len(self._sleepers)
+            for due in [each for each in self._sleepers if each[0] <= self._minute * 60.0]:
+                self._sleepers.remove(due)
+                due[1].set_result(None)
+            while len(self._sleepers) < count:
+                await asyncio.sleep(0.001)
+
     def silent(self, *alerts: str) -> None:
         self.tests += [{"eval_time": f"{self._minute - 1}m", "alertname": alert} for alert in alerts]
 
@@ -121,6 +145,17 @@ class Watched:
         series = [{"series": name, "values": " ".join(values)} for name, values in self._series.items()]
         test = {"interval": "1m", "input_series": series, "alert_rule_test": self.tests}
         return {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [test]}
+
+
+@contextlib.contextmanager
+def no_file_grows():
+    """As on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def rules() -> list[dict]:
@@ -247,6 +282,28 @@ async def a_log_that_cannot_be_written(watched):
     watched.silent("TorporAnswersAtRisk")
 
 
+@scene("TorporAnswersAtRisk")
+async def a_log_that_stays_broken_with_one_failed_write(watched):
+    def fires() -> None:
+        watched.firing("TorporAnswersAtRisk", "a cannot write its response log", instance="a", engine="0", job="torpor")
+
+    server = await watched.serve("a", Engine(watched.folder), response_log_sync="never")
+    watched.scrape(5)
+    watched.silent("TorporAnswersAtRisk")
+    with no_file_grows():
+        server.recorder._start(answer_of("a"))
+        server.recorder._start(answer_of("b"))
+        assert server.recorder.failures == 1
+        watched.scrape(20)
+        fires()
+    for _ in range(6000):  # now there is room, and the log tries once a second
+        if not server.recorder.answers.counts()["problem"]:
+            break
+        await asyncio.sleep(0.01)
+    watched.scrape()
+    watched.silent("TorporAnswersAtRisk")
+
+
 @scene("TorporPushesFail")
 async def a_push_that_fails(watched):
     of = {"engine": "0", "outcome": "error"}
@@ -301,6 +358,46 @@ async def a_checkpoint_that_is_due(watched):
     watched.scrape(10, give)
     watched.silent("TorporCheckpointOld")
     assert idle.state == "awake"
+
+
+@scene("TorporCheckpointOld")
+async def a_checkpoint_that_is_not_due_yet(watched):
+    server = await watched.serve("a", Engine(watched.folder), checkpoint_interval_seconds=600, response_log="off")
+    task = asyncio.create_task(server._automatic.checkpoints())
+
+    def give() -> None:
+        server.tokens.inc(100)
+        server.begun += 1
+
+    await watched.live(11, give)
+    assert server.last_checkpoint["time"] == 600
+    await watched.live(10)
+    assert server.last_checkpoint["time"] == 1200
+    await watched.live(60)
+    assert server.last_checkpoint["time"] == 1200  # there was nothing to write
+    await watched.live(8, give)
+    watched.silent("TorporCheckpointOld")
+    await server.sleep(to="disk")
+    await watched.live(62)
+    await server.wake_up()
+    await watched.live(8, give)
+    watched.silent("TorporCheckpointOld")
+
+    async def fails(**_):
+        raise NotEnoughRoom("the volume is full")
+
+    server.engine.checkpoint = fails
+    await watched.live(24, give)
+    watched.silent("TorporCheckpointOld")
+    await watched.live(8, give)
+    of = {"instance": "a", "engine": "0", "job": "torpor"}
+    watched.firing("TorporCheckpointOld", "a has written no checkpoint for 40m 0s", **of)
+    task.cancel()
+    watched.kill("a")
+    server = await watched.serve("b", checkpoint_interval_seconds=600, response_log="off")
+    server.metrics.checkpoint_time.set(1200)
+    watched.scrape(9, give)
+    watched.silent("TorporCheckpointOld")
 
 
 @scene("TorporCheckpointOld", "TorporRequestsLost")

@@ -75,10 +75,11 @@ class ContinuousCheckpoint : public SleepFailure {
     std::sort(names.begin(), names.end());
     return names;
   }
+  // Of the last phase of this name: the stop's, where one before it has the name, too.
   static uint64_t phase_bytes(const SleepReport& report, std::string_view name) {
-    for (const Phase& phase : report.phases) {
-      if (phase.name == name) return phase.bytes;
-    }
+    const auto last = std::find_if(report.phases.rbegin(), report.phases.rend(),
+                                   [&](const Phase& phase) { return phase.name == name; });
+    if (last != report.phases.rend()) return last->bytes;
     ADD_FAILURE() << "no phase " << name;
     return 0;
   }

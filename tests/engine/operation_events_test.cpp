@@ -167,6 +167,7 @@ TEST_F(OperationEvents, ACheckpointBehindTheEngineIsOneOperation) {
   SleepingEngine serving(linux_file_system(), temporary_.path(), {.own_threads = false}, {}, port_);
   add_example_requests(serving.engine);
   for (int i = 0; i < 6; ++i) serving.engine.step();
+  SleepReport report;
   const auto played = [&](int stage) {  // cancelled then
     const uint64_t before = ring_->last_sequence();
     EXPECT_SUCCEEDS(serving.controller.begin_checkpoint());
@@ -177,9 +178,7 @@ TEST_F(OperationEvents, ACheckpointBehindTheEngineIsOneOperation) {
     const Status taken = stage > 1 ? serving.controller.take_checkpoint({}) : ok();
     serving.engine.fail_hook("");
     EXPECT_EQ(taken.has_value(), stage != 2);
-    if (stage == 4) {
-      EXPECT_SUCCEEDS(serving.controller.end_checkpoint());
-    }
+    if (stage == 4) report = value_of(serving.controller.end_checkpoint());
     serving.controller.cancel_checkpoint();
     std::vector<Event> since;
     EventReader(*ring_, before).read(since, true);
@@ -204,6 +203,15 @@ TEST_F(OperationEvents, ACheckpointBehindTheEngineIsOneOperation) {
   EXPECT_EQ(one.ended, Edge::kEnd);
   EXPECT_EQ(one.phases, whole);
   EXPECT_TRUE(one.error.empty());
+  EXPECT_EQ(names_of(report), whole);
+  double over = 0, of_stop = 0;
+  for (const Phase& phase : report.phases) {
+    EXPECT_GE(phase.after + 1e-9, over) << phase.name;
+    over = phase.after + phase.seconds;
+    if (phase.name == "quiesce") of_stop = phase.after;
+    if (phase.name == "capture") of_stop = over - of_stop;
+  }
+  EXPECT_LE(of_stop, report.seconds + 1e-9);
 }
 
 }  // namespace

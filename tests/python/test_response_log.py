@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the response log reads of vLLM's requests by itself, how it writes that, and its limit in bytes: no engine."""
 
+import asyncio
 import random
+import re
+import resource
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -235,6 +239,48 @@ def test_what_the_limit_drops_is_counted_and_named_and_what_runs_is_not_dropped(
         assert len([text for text in said if "the response log is full" in text]) == 1
 
     run(scene())
+
+
+def test_a_log_is_failing_until_it_has_what_could_not_be_written(monkeypatch, tmp_path):
+    async def scene():
+        _, server = build(monkeypatch, [], engine=Engine(tmp_path), response_log_sync="never")
+        await started(server)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        assert metric(server, "torpor_response_log_failing") == 0
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # as on a full disk
+        try:
+            for name in ("a", "b"):
+                server.recorder._start(request(name))
+            assert metric(server, "torpor_response_log_failing") == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert metric(server, "torpor_response_log_failures_total") == 1
+        while metric(server, "torpor_response_log_failing"):
+            await asyncio.sleep(0.01)
+
+    run(scene())
+
+
+def test_a_name_that_documents_have_of_the_state_is_in_it(monkeypatch, tmp_path):
+    """Names of `engine` and `standby` are an engine's own and a standby's: they are not looked up."""
+    found = {}
+    for page in (Path(__file__).parents[2] / "docs").rglob("*.md"):
+        named = re.findall(r"`([\w.]+)`\s+of\s+(?:\S+\s+){0,2}`(?:GET )?/torpor/state`", page.read_text())
+        found |= dict.fromkeys(named, page.name)
+
+    async def scene():
+        app, server = build(monkeypatch, [], engine=Engine(tmp_path))
+        await started(server)
+        async with client(app, None) as http:
+            state = (await http.get("/torpor/state")).json()
+        for path, page in found.items():
+            here, names = state, path.split(".")
+            for name in names if names[0] not in ("engine", "standby") else ():
+                assert name in here, f"{page}: /torpor/state has no {path}"
+                here = here[name]
+
+    run(scene())
+    assert {"responses.dropped", "responses.set_aside", "left_checkpoint"} <= found.keys()
 
 
 def test_a_large_limit_drops_nothing(monkeypatch, tmp_path):

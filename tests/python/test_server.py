@@ -576,7 +576,8 @@ def test_metrics_tell_what_happened(server):
         own = {series for series in awake if series[0].startswith("torpor_")}
         assert begins_with <= own and {name for name, _ in own - begins_with} <= {
             "torpor_tag_bytes", "torpor_start_timestamp_seconds", "torpor_response_log_bytes",
-            "torpor_checkpoint_bytes", "torpor_checkpoint_timestamp_seconds",
+            "torpor_checkpoint_bytes", "torpor_checkpoint_timestamp_seconds", "torpor_response_log_failing",
+            "torpor_checkpoint_not_due_timestamp_seconds",
         }  # fmt: skip
 
     played(server, scene)

@@ -2,6 +2,7 @@
 """What a server does unasked: sleep when idle, wake for a request. Without an engine, and without waiting."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -224,6 +225,31 @@ def test_an_operator_waits_for_the_servers_own_checkpoint_though_requests_come(m
         await asyncio.wait_for(sleep, 60)
         checkpoints.cancel()
         assert server.state == "asleep"
+
+    run(scene())
+
+
+def test_the_metrics_say_when_no_checkpoint_was_due(monkeypatch, tmp_path):
+    """Nothing has changed, or the engine sleeps."""
+    of, name = "torpor_checkpoint_timestamp_seconds", "torpor_checkpoint_not_due_timestamp_seconds"
+
+    async def scene():
+        _, server = build(monkeypatch, [], engine=Engine(tmp_path), checkpoint_interval_seconds=0.01)
+        await started(server)
+        checkpoints = asyncio.create_task(server._automatic.checkpoints())
+
+        async def seen_since(moment: float) -> None:
+            while (metric(server, name) or 0) <= moment:
+                await asyncio.sleep(0.01)
+
+        while metric(server, of) is None:
+            assert metric(server, name) is None
+            await asyncio.sleep(0.001)
+        await asyncio.wait_for(seen_since(metric(server, of)), 60)
+        await server.sleep()
+        await asyncio.wait_for(seen_since(time.time()), 60)
+        checkpoints.cancel()
+        assert server.engine.calls.count(("checkpoint",)) == 1
 
     run(scene())
 

@@ -4,6 +4,7 @@
 import ast
 import asyncio
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from server_stubs import (  # noqa: F401
     started,
 )
 from torpor.errors import NotEnoughRoom, WrongState
+from torpor.vllm import frontend
 from torpor.vllm.server import metrics
 from torpor.vllm.server.metrics import Metrics
 from torpor.vllm.server.route_table import ROUTES
@@ -44,8 +46,8 @@ def test_counts_are_counters_and_amounts_and_facts_are_gauges():
         "torpor_session_actions", "torpor_pushes",
     }  # fmt: skip
     assert {name for name, kind in kinds.items() if kind == "histogram"} == {
-        "torpor_operation_seconds", "torpor_phase_seconds", "torpor_queue_seconds", "torpor_failover_seconds",
-        "torpor_session_action_seconds",
+        "torpor_operation_seconds", "torpor_phase_seconds", "torpor_checkpoint_seconds", "torpor_queue_seconds",
+        "torpor_failover_seconds", "torpor_session_action_seconds",
     }  # fmt: skip
     for name in ("torpor_response_log_bytes", "torpor_requests_queued", "torpor_start_requests", "torpor_build_info"):
         assert kinds[name] == "gauge"
@@ -99,9 +101,8 @@ def test_counters_and_histograms_get_no_series_that_they_do_not_begin_with(monke
         before = series(server)
         assert not any(before.values())
         await started(server)
-        phases = {name: [{"name": each, "seconds": 1} for each in metrics.PHASES[name]] for name in metrics.PHASES}
         for operation, tier in metrics.OPERATIONS:
-            server.metrics.record(operation, tier, report(phases=phases[operation], freed_bytes=1))
+            server.metrics.record(operation, tier, report(freed_bytes=1))
             server.metrics.failed(operation, tier)
         for to in ("host", "disk"):
             await server.sleep(to=to)
@@ -121,6 +122,38 @@ def test_counters_and_histograms_get_no_series_that_they_do_not_begin_with(monke
         assert after.keys() == before.keys() and sum(after.values()) > 50
 
     run(scene())
+
+
+def test_each_phase_of_an_operation_has_a_series_and_each_series_a_phase(one):
+    """A checkpoint is written while the engine serves. A wake opens and quiesces for a checkpoint in a new process."""
+
+    def beyond(stage: str) -> None:
+        while one.engine.torpor.call("continue_checkpoint") == stage:
+            time.sleep(0.001)
+
+    registry = CollectorRegistry()
+    recorded = Metrics("model", registry)
+    answers = one.begin(5)
+    for to in ("host", "disk"):
+        recorded.record("sleep", to, one.llm.sleep(level=1, preserve_state=True, to=to))
+        recorded.record("wake", to, one.llm.wake_up())
+    began = time.time()
+    one.engine.torpor.call("begin_checkpoint")
+    begun = time.time()
+    beyond("copying")
+    taken = frontend.finish(frontend.while_frozen(frontend.BlockingSide(one.engine), "take_checkpoint", {}))
+    beyond("writing")
+    checkpoint = one.engine.torpor.call("end_checkpoint") | taken
+    assert began <= checkpoint["began"] <= begun  # the phases are after that
+    recorded.record("checkpoint", "disk", checkpoint)
+    assert one.finish(answers) == one.expected
+    counted = {
+        (sample.labels["operation"], sample.labels["phase"]): sample.value
+        for sample in families(registry)["torpor_phase_seconds"].samples
+        if sample.name == "torpor_phase_seconds_count"
+    }
+    assert counted.keys() == {(name, phase) for name, phases in metrics.PHASES.items() for phase in phases}
+    assert {each for each, count in counted.items() if count == 0} <= {("wake", "open"), ("wake", "quiesce")}
 
 
 def test_phases_and_tasks_are_those_of_the_sources():
@@ -147,6 +180,7 @@ def test_what_is_not_known_is_absent(monkeypatch, tmp_path):
         unknown = (
             "torpor_checkpoint_timestamp_seconds", "torpor_checkpoint_bytes", "torpor_start_timestamp_seconds",
             "torpor_response_log_bytes", "torpor_checkpoint_interval_seconds", "torpor_push_timestamp_seconds",
+            "torpor_response_log_failing", "torpor_checkpoint_not_due_timestamp_seconds",
         )  # fmt: skip
         for name in unknown:
             assert metric(server, name) is None
@@ -161,6 +195,7 @@ def test_what_is_not_known_is_absent(monkeypatch, tmp_path):
         await started(server)
         assert metric(server, "torpor_checkpoint_interval_seconds") == 5
         assert metric(server, "torpor_response_log_bytes") is not None
+        assert metric(server, "torpor_response_log_failing") == 0
 
     run(scene())
 

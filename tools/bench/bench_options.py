@@ -14,6 +14,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def count_or_0(text: str) -> int:
+    """Return the whole number of 0 or more that `text` is."""
+    if not text.strip().isdecimal():
+        raise ArgumentTypeError(f"'{text}' is not a whole number of 0 or more")
+    return int(text)
+
+
 def counts(text: str) -> list[int]:
     """Return the whole numbers of 1 or more that `text` has between commas, as 64,256,1024."""
     return [count(each) for each in text.split(",")]

@@ -22,7 +22,7 @@ import time
 from importlib.metadata import distribution
 from pathlib import Path
 
-from bench_options import count
+from bench_options import count_or_0
 
 WANTED = 0.02
 CONTESTANTS = ("vLLM alone", "torpor", "torpor, wakes")
@@ -153,15 +153,15 @@ def show(result: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--rounds", type=count_or_0, default=5, help="0: the one that warms is measured")
     parser.add_argument("--model", type=Path, default=os.environ.get("TORPOR_TEST_MODEL"))
     parser.add_argument("--json", action="store_true")
     for name, kind in (("contestant", str), ("dir", Path), ("torpor", Path), ("began", float)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)  # of a contestant's process
     parser.add_argument("--makes-checkpoint", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rounds < 0 or options.model is None:
-        parser.error("--rounds is 0 or more, and --model (or TORPOR_TEST_MODEL) names a folder with a model")
+    if options.model is None:
+        parser.error("--model (or TORPOR_TEST_MODEL) names a folder with a model")
     if options.contestant:
         return child(options)
     result = measure(options)

@@ -33,7 +33,7 @@ os.environ |= {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLIN
 import connector_replay as replay
 import connector_serve
 
-from bench_options import count
+from bench_options import count, count_or_0, some_of
 
 SIMPLE, OFFLOADING = "SimpleCPUOffloadConnector", "OffloadingConnector"
 BASELINE = {"torpor eager": "Simple eager", "torpor lazy": "Simple lazy"}
@@ -191,10 +191,12 @@ def main() -> None:
     parser.add_argument("--requests", type=count, default=400)
     parser.add_argument("--device-blocks", type=count, default=5_000)
     parser.add_argument("--host-blocks", type=count, default=20_000)
-    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument(
+        "--rounds", type=count_or_0, default=5, help="0: only what --serve, --packed, --memory and --sizes ask for"
+    )
     parser.add_argument("--sizes", action="store_true")
     parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--only", nargs="*", help="contestants, by name")
+    parser.add_argument("--only", type=some_of(list(contestants(1))), help="contestants, by name")
     parser.add_argument("--serve", action="store_true")
     parser.add_argument("--serve-tokens", type=count, default=1024, help="of a prompt")
     parser.add_argument("--serve-at-once", type=count, default=8)

@@ -135,7 +135,7 @@ def readers(rounds: int) -> dict:
 
 def _read(rate: int) -> dict:
     with rings() as directory, tempfile.TemporaryDirectory(dir=ROOT / "build") as recording:
-        teller = subprocess.Popen([sys.executable, __file__, "--tell", directory, str(rate)], stdout=subprocess.PIPE)
+        teller = subprocess.Popen([sys.executable, __file__, "--publish", directory, str(rate)], stdout=subprocess.PIPE)
         teller.stdout.readline()
         recorder = subprocess.Popen([BINARY, "record", directory, "-o", recording, "--json"], stdout=subprocess.PIPE)
         console = subprocess.Popen([BINARY, "console", directory, "--json", "--follow"], stdout=subprocess.DEVNULL)
@@ -266,7 +266,7 @@ def main() -> int:
     parser.add_argument("--requests", type=count, default=300, help="of the scheduler's trace")
     parser.add_argument("--seconds", type=float, default=4, help="of each window of tokens")
     parser.add_argument("--only", choices=("slots", "readers", "tokens"), help="one of the three")
-    parser.add_argument("--tell", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--publish", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     if options.publish:

@@ -41,6 +41,8 @@ void cycle(Engine& engine, SleepController& controller, bool to_disk, bool early
   if (early == (report.deferred_blocks == 0))
     must(Status(Error{.code = Code::kInternal, .what = "it did not wake so"}));
   engine.step();
+  if (engine.done() == 0)
+    must(Status(Error{.code = Code::kInternal, .what = "no request has a token of its first step"}));
   // A whole wake has all of its first tokens from one step: the first is there when one request was read.
   times.first_token.push_back(since());
   if (early) {

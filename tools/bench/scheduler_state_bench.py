@@ -112,7 +112,7 @@ def measure(values: dict, rounds: int) -> dict:
         times["pickle_write"].append(seconds)
 
         def read(sections=sections):
-            checkpoint = EngineCheckpoint.decode(sections)
+            checkpoint = EngineCheckpoint.decode(sections, values["fingerprint"])
             checkpoint.validate()
             return checkpoint.to_dict()
 

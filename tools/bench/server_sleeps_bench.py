@@ -142,8 +142,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one-process", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rounds < 1 or options.model is None:
-        parser.error("--rounds is 1 or more, and --model (or TORPOR_TEST_MODEL) names a folder with a model")
+    if options.model is None:
+        parser.error("--model (or TORPOR_TEST_MODEL) names a folder with a model")
     if options.one_process:
         other_process(options)
         return 0

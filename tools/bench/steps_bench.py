@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What torpor adds to the steps of an engine that does not sleep.
 
-    tools/dev bench steps [--streams 4] [--steps 100] [--rounds 21] [--json]
+    tools/dev bench steps [--streams=4] [--steps=100] [--rounds=21] [--json]
 
 Real engines on the CPU with one layer of the model and dummy weights, so that a step is short and what torpor adds to
 it is seen. Each has a process of its own; they decode the same streams, in turns. The unit is microseconds of a step by

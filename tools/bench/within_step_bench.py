@@ -2,7 +2,7 @@
 """Loads of torpor's KV connector from host memory: within the step that plans them, beside steps, and beside steps
 with an engine that does not wait for transfers but takes empty steps.
 
-    tools/dev bench within_step [--tokens 64,256,1024] [--streams 4] [--rounds 5] [--json FILE]
+    tools/dev bench within_step [--tokens=64,256,1024] [--streams=4] [--rounds=5] [--json]
 
 Real engines on the CPU, in turns. For each length of a prompt that is in host memory and not on the device: steps, wall
 and CPU time to its first token, alone and beside streams that decode; and the longest step of these.

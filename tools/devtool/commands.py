@@ -75,7 +75,7 @@ BENCHES = {
 }
 
 
-_HAVE_HELP = ("demo", "gpu_check", "torpor", "python")  # of their own
+_HAVE_HELP = ("demo", "gpu_check", "torpor", "python", "simulate")  # of their own; each bench has, too
 
 
 def _part_of(manual: str, word: str) -> str:
@@ -118,7 +118,8 @@ def main(arguments: list[str], manual: str) -> int:
         say(f"error: tools/dev has no word {arguments[0]!r}; there are {', '.join(words)}")
         return 2
     is_asked = {"-h", "--help"} & set(arguments[1:2] if arguments[0] == "python" else arguments[1:])
-    if is_asked and (arguments[0] not in _HAVE_HELP or arguments[0] == "python"):
+    is_of_bench = arguments[0] == "bench" and any(not word.startswith("-") for word in arguments[1:])
+    if is_asked and not is_of_bench and (arguments[0] not in _HAVE_HELP or arguments[0] == "python"):
         print(_part_of(manual, arguments[0]))
         return 0
     try:
@@ -222,9 +223,10 @@ def bench(arguments: list[str]) -> int:
         path = ROOT / BENCHES[name]
         if path.suffix == ".py":
             python_path, model = setup.everything()
-            if name == "remote":
-                setup.install_stores(python_path)
-            cmake_build("release")  # some run the C++ ones
+            if not {"-h", "--help"} & set(flags):
+                if name == "remote":
+                    setup.install_stores(python_path)
+                cmake_build("release")  # some run the C++ ones
             code |= subprocess.run(
                 [python_path, path, *flags], env=os.environ | {"TORPOR_TEST_MODEL": str(model), "HF_HUB_OFFLINE": "1"}
             ).returncode

@@ -74,7 +74,8 @@ class EngineSide:
         _end_with_front_end(core)
         begin_events(core.vllm_config, "core")
         self.hooks = VllmHooks(core)
-        self._paused_for_checkpoint = 0.0  # seconds, of the stops of the one that is written while the engine serves
+        # Of the checkpoint that is written while the engine serves: seconds of its stops, and when it began.
+        self._paused_for_checkpoint = self._checkpoint_began = 0.0
         self.controller = _core.SleepController(self.hooks, _given(options, _CONTROLLER_OPTIONS))
         self._held_sleep: dict = {}  # options of the sleep that waits for end_sleep()
         self.updates = Updates(self)
@@ -210,9 +211,9 @@ class EngineSide:
 
     def begin_checkpoint(self, options: dict) -> None:
         """One that is written while the engine serves (engine/sleep_controller.h)."""
-        self.hooks.for_new_process = True
+        self.hooks.for_new_process, began = True, time.time()
         self.controller.begin_checkpoint(options.get("progress", ""), options.get("metadata", {}))
-        self._paused_for_checkpoint = 0.0
+        self._paused_for_checkpoint, self._checkpoint_began = 0.0, began
 
     def continue_checkpoint(self, _: dict) -> str:
         self.hooks.pause_seconds = 0.0
@@ -226,7 +227,7 @@ class EngineSide:
             return {}
 
         self.hooks.for_new_process = True
-        report = self._with_bound(take)
+        report = self._with_bound(take) | {"began": self._checkpoint_began}
         return report | {"pause_seconds": self._paused_for_checkpoint + self.hooks.pause_seconds} | self._stay(options)
 
     def end_checkpoint(self, _: dict) -> dict:

@@ -160,7 +160,10 @@ class Automatic:
             await asyncio.sleep(pause_between(interval, took))
             took = 0.0
             now = server.progress()
-            if server.state != "awake" or server.operating() or now == known or server.waits_for_deferred():
+            if server.state != "awake" or now == known:
+                server.metrics.checkpoint_not_due_time.set(time.time())
+                continue
+            if server.operating() or server.waits_for_deferred():
                 continue
             if away := server.sessions.away():
                 if not logged:

@@ -250,6 +250,7 @@ class Server:
         counters = self.metrics.log_failures.inc, self.metrics.answers_dropped.inc
         self.recorder = Recorder(self.engine.output_processor, answers, always, *counters)
         self.metrics.log_bytes.set_function(lambda: answers.counts()["log_bytes"])
+        self.metrics.log_failing.set_function(lambda: bool(answers.counts()["problem"]))
 
     def _end_unrestorable(self) -> None:
         for answer in self.log.answers.all():
@@ -564,12 +565,14 @@ class Server:
             if self.state != "awake":
                 raise WrongState(f"the server is {self.state}", "wake it, or let it sleep to disk")
             try:
+                began = time.monotonic()
                 await self.sync_log()
                 report = await self.engine.checkpoint(progress=progress, metadata=metadata)
             except BaseException:
                 self.metrics.failed("checkpoint", "disk")
                 raise
             self.metrics.record("checkpoint", "disk", report)
+            self.metrics.checkpoint_seconds.observe(time.monotonic() - began)
             self.remember(report, time.time())
             await self._push(report)
             return report

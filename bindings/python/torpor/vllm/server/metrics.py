@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from torpor import _core
 from torpor.vllm.server.tasks import TASKS
 
-_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600)
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600)
 STATES = (
     "starting", "awake", "falling asleep", "asleep", "waking", "failed", "ending", "standby", "taking over",
     "handing over",
@@ -109,10 +109,18 @@ class Metrics:
             OPERATIONS,
             buckets=_SECONDS,
         )
+        self.checkpoint_seconds = of(
+            Histogram,
+            "torpor_checkpoint_seconds",
+            "Seconds from the call of a checkpoint until it was durable; the engine serves in most of them.",
+            values=((),),
+            buckets=_SECONDS,
+        )
         self.phase_seconds = of(
             Histogram,
             "torpor_phase_seconds",
-            "Seconds that one phase of a sleep, a wake or a checkpoint took.",
+            "Seconds that one phase of a sleep, a wake or a checkpoint took. A checkpoint has two phases save: before "
+            "the engine is stopped for it, and in the stop.",
             ("operation", "phase"),
             [(operation, phase) for operation, phases in PHASES.items() for phase in phases],
             buckets=_SECONDS,
@@ -200,6 +208,13 @@ class Metrics:
             "Unix time at which the newest checkpoint was written, by this process or by the one that it goes on from.",
             values=(),
         )
+        self.checkpoint_not_due_time = of(
+            Gauge,
+            "torpor_checkpoint_not_due_timestamp_seconds",
+            "Unix time at which this process last looked, after an interval of periodic checkpoints, and had none to "
+            "write: nothing had changed since the newest one, or the engine was not awake.",
+            values=(),
+        )
         self.pushes = of(
             Counter,
             "torpor_pushes",
@@ -231,9 +246,18 @@ class Metrics:
         self.log_bytes = of(
             Gauge, "torpor_response_log_bytes", "Size in bytes of the response log; absent without one.", values=()
         )
+        self.log_failing = of(
+            Gauge,
+            "torpor_response_log_failing",
+            "1: the response log lacks what could not be written, so a crash would lose answers; 0: it has everything. "
+            "Absent without one.",
+            values=(),
+        )
         self.queued = of(Gauge, "torpor_requests_queued", "Requests that wait for a wake now.")
         self.refused = of(
-            Counter, "torpor_requests_refused", "Requests that were refused (503) because the engine was not awake."
+            Counter,
+            "torpor_requests_refused",
+            "Requests that were refused (503) because the server was not awake: asleep, a standby, failed or ending.",
         )
         self.task_failures = of(
             Counter,

@@ -127,8 +127,10 @@ class Switch:
                 await asyncio.sleep(0.001)
             await server.sessions.bring_back(_BACK_SECONDS)  # no checkpoint has a request that is hibernated
             await server.sync_log()
+            began = time.monotonic()
             report = await frontend.checkpoint(frontend.AsyncSide(server.engine), {}, stay=True)
             server.metrics.record("checkpoint", "disk", report)
+            server.metrics.checkpoint_seconds.observe(time.monotonic() - began)
             server.remember(report, time.time())
             parts = Parts(report["stands_since"])
             parts.end("checkpoint")
