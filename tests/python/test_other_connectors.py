@@ -279,7 +279,7 @@ def test_what_does_not_follow_a_sleep_is_refused_by_name(inside):
 @pytest.mark.parametrize("failing", [0, 1])
 def test_where_one_of_two_ranks_fails_both_are_restored(failing):
     """Made up ranks: the failure of one does not keep the other from its turn."""
-    called, fails, told = [], ["unregister_kv_caches"], []
+    called, fails, published = [], ["unregister_kv_caches"], []
 
     def collective_rpc(method, args):
         assert method == "torpor_call_connector"
@@ -291,34 +291,34 @@ def test_where_one_of_two_ranks_fails_both_are_restored(failing):
     parallel = SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1)
     config = SimpleNamespace(kv_transfer_config=KVTransferConfig(**SCRIPTED), parallel_config=parallel)
 
-    def tell_peers() -> None:
+    def publish() -> None:
         if "metadata" in fails:
             raise RuntimeError("no answer")
-        told.append(len(called))
+        published.append(len(called))
 
     core = SimpleNamespace(vllm_config=config, scheduler=scheduler, collective_rpc=collective_rpc)
-    core._set_kv_connector_handshake_metadata = tell_peers
+    core._set_kv_connector_handshake_metadata = publish
     other = other_connectors.OtherConnector(core)
     assert other.follows
     with pytest.raises(errors.DeviceError, match=f"ScriptedConnector: rank {failing}"):
         other.unregister()
     other.restore(undoing=True)
     other.restore(undoing=True)
-    assert called == ["unregister_kv_caches", "restore_kv_caches"] and told == [2]
+    assert called == ["unregister_kv_caches", "restore_kv_caches"] and published == [2]
     fails[:] = ["restore_kv_caches"]
     other.unregister()
     for _ in range(2):
         with pytest.raises(errors.DeviceError):
             other.restore(undoing=False)
     other.restore(undoing=True)  # the engine serves on; what fails is logged
-    assert told == [2]
+    assert published == [2]
     fails[:] = ["metadata"]
     with pytest.raises(errors.DeviceError, match="its metadata for peers: RuntimeError: no answer"):
         other.restore(undoing=False)
     fails.clear()
     other.restore(undoing=False)
     other.restore(undoing=False)
-    assert called.count("restore_kv_caches") == 1 + 2 + 2 + 2 and told == [2, len(called)]
+    assert called.count("restore_kv_caches") == 1 + 2 + 2 + 2 and published == [2, len(called)]
     called.clear()
     connector.has_pending_push_work = lambda: True
     with pytest.raises(errors.Unsupported, match="ScriptedConnector has transfers that no request waits for"):

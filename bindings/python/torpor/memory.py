@@ -222,7 +222,8 @@ def free(address: int, device: int = 0) -> None:
 
 
 def sleep(*tags: str, keep: tuple[str, ...] | None = None, check: bool = False) -> dict:
-    """Frees the memory of `tags`, or of all that is awake but for an engine's. Saved before is what is in `keep`, or what the scopes said.
+    """Frees the memory of `tags`, or of all that is awake but for an engine's. Saved before is what is in `keep`, or
+    what the scopes said.
 
     check: compare digests with what was saved earlier, instead of taking mark_dirty()'s word for what has changed.
 
