@@ -122,6 +122,6 @@ def test_each_word_of_tools_dev_has_help_of_its_own():
     manual = subprocess.run([ROOT / "tools/dev", "--help"], capture_output=True, text=True, check=True).stdout
     words = dict.fromkeys(re.findall(r"^  tools/dev ([a-z_-]+)", manual, re.M))
     assert len(words) > 15
-    for word in words.keys() - {"demo", "gpu_check", "torpor"}:  # they answer themselves
+    for word in words.keys() - {"demo", "gpu_check", "torpor", "simulate"}:  # they answer themselves
         shown = subprocess.run([ROOT / "tools/dev", word, "--help"], capture_output=True, text=True, check=True).stdout
         assert shown.startswith(f"  tools/dev {word} ") and shown.count("tools/dev ") == 1 and shown.strip() in manual
