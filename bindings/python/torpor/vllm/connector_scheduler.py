@@ -63,7 +63,7 @@ class SchedulerSide:
         # Steps in flight, from the first with such a load on: the blocks of each request that computes, by its id.
         self._computing: dict[int, dict[str, list]] = {}
         self._last_loading_step = 0  # that had such a load
-        self.weights_doubted = False  # since the last namespace began
+        self.weights_doubted = False  # somebody may have written them unseen since the last namespace began
         self.slots = None  # who tells where requests stand (slots.py); None: nobody listens
         self.steps = 0
         self.recovered_blocks = 0
@@ -289,6 +289,8 @@ class SchedulerSide:
         """Somebody may have changed the content of LoRA adapters since the last step."""
         if self.adapters is not None:
             self.adapters.invalidate(self.steps)
+        else:
+            self.weights_doubted = True  # keys name them, and nothing tells their contents apart
 
     def reset(self) -> bool:
         """What the tiers have is found by nobody any more, after a restart neither."""
@@ -303,6 +305,10 @@ class SchedulerSide:
         """What others computed is found again with those only."""
         if self.core is not None:
             self._space = (self.core.reset(), self._word, self._shared_word)
+
+    def begins_namespace(self) -> bool:
+        """Whether the workers open one with the next orders, for the weights as they are then."""
+        return self._space is not None
 
     def busy(self) -> bool:
         return self.core is not None and self.core.busy

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 
 from vllm.v1.core.sched.interface import PauseState
@@ -10,7 +11,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from torpor.vllm import connector_options
+from torpor.vllm import connector_options, worker_answers
+
+logger = logging.getLogger("vllm.torpor")
 
 
 def side_of(scheduler):
@@ -20,6 +23,28 @@ def side_of(scheduler):
         if type(each).__name__ == connector_options.CLASS:
             return each.scheduler
     return None
+
+
+def notice_new_weights(core, told: bool = False, by_content: bool = False) -> None:
+    """Ask the workers whether weights were written. If so, no request finds KV of the old ones from now on: the report
+    of a step would come too late for the first requests.
+
+    `told`: the user has said so. `by_content`: look at the weights themselves where they may have been written unseen.
+    """
+    side = side_of(getattr(core, "scheduler", None))
+    if side is None or side.core is None or side.begins_namespace():
+        return
+    looks = by_content and side.weights_doubted and not side.kept
+    try:
+        worker_answers.check_answered(core)
+        changed = told or any(core.collective_rpc("torpor_weights_changed", args=(looks,)))
+    except Exception as problem:
+        logger.warning("KV of earlier weights is not used: it is not known whether they were written: %s", problem)
+        changed = True
+    if changed:
+        side.new_weights()
+    elif looks:
+        side.weights_doubted = False
 
 
 def is_alone(scheduler) -> bool:

@@ -241,9 +241,11 @@ class EngineSide:
         self.hooks.for_new_process = "from_checkpoint" in options or "answers" in options
         if "answers" in options:
             options["answers_may_extend"] = may_extend(self.hooks.core.vllm_config, self.hooks.scheduler)
-        began = time.time()
+        kv, began = options.get("kv"), time.time()
         with self._executor_told():
             report = self.controller.wake_up(options) | {"began": began}
+        told = report["changed"] and kv in ("recompute", "abort")
+        connector_sleep.notice_new_weights(self.hooks.core, told=told)
         if self.hooks.restored is not None:
             report["outputs"] = _with_tokens(report["outputs"], self.hooks.restored)
             report["restored"] = _restored_requests(self.hooks.restored) if "answers" in options else []
@@ -453,7 +455,10 @@ class EngineCoreMixin(Stock):
         _finish_loads(self, of_requests=reset_running_requests)
         if reset_running_requests and connector_sleep.brings_kv(self.scheduler):
             connector_sleep.take_back_waiting(self.scheduler)
-        return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
+        try:
+            return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
+        finally:
+            connector_sleep.notice_new_weights(self, by_content=True)
 
     def pause_scheduler(self, mode="abort", *args, **kwargs) -> Future | None:
         try:

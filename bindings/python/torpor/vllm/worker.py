@@ -166,6 +166,14 @@ class WorkerMixin(Stock):
             if type(each).__name__ == connector_options.CLASS:
                 each.worker.draw_again(step, requests)
 
+    def torpor_weights_changed(self, by_content: bool) -> bool:
+        """Return whether torpor's connector has KV of other weights than these (WorkerSide.weights_changed())."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        members = connector_options.members(get_kv_transfer_group())
+        ours = [each for each in members if type(each).__name__ == connector_options.CLASS]
+        return any([each.worker.weights_changed(by_content) for each in ours])
+
     def torpor_call_connector(self, hook: str) -> str | None:
         """Call a hook of a KV connector that is not torpor's alone. Returns why it failed."""
         return other_connectors.call_in_worker(rank_of(self), hook)
