@@ -245,12 +245,16 @@ class SchedulerSide:
             orders.wait_seconds = _WAIT_SECONDS
         return orders
 
-    def rest(self) -> Orders | None:
-        """What is left to do when no step is taken any more. None: nothing is left, and nothing is under way."""
-        if self.core is None or not self.core.busy:
-            return None
+    def has_rest(self, everything: bool) -> bool:
+        """Whether rest() has something to order, or something of that is under way."""
+        return self.core is not None and (self.core.busy if everything else self.core.device_busy)
+
+    def rest(self, everything: bool) -> Orders:
+        """Order what is left to do when no step is taken any more: copies from and to the device, and what sessions
+        wait for; `everything`: also those between host memory, disk and the remote store."""
+        assert self.core is not None
         self.steps += 1
-        orders = self._orders(self.core.plan(True))
+        orders = self._orders(self.core.plan(True, not everything))
         orders.wait_seconds = _WAIT_SECONDS
         return orders
 

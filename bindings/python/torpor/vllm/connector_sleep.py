@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import contextmanager
 
 from vllm.v1.core.sched.interface import PauseState
@@ -11,6 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
+from torpor.errors import TimedOut
 from torpor.vllm import connector_options, worker_answers
 
 logger = logging.getLogger("vllm.torpor")
@@ -58,14 +60,25 @@ def brings_kv(scheduler) -> bool:
     return any(type(each).__name__ in names for each in connector_options.members(scheduler.connector))
 
 
-def finish_transfers(core, side) -> None:
-    """What was begun ends, and what is queued goes its way. Requests that waited for their blocks have them."""
+def finish_transfers(core, side, deadline: float | None = None, everything: bool = False) -> None:
+    """Copies from and to the device end, also those that are queued. Requests that waited for their blocks have them.
+
+    Blocks go on from host memory to disk and the remote store meanwhile, or later: nobody waits for a slow store.
+    `everything`: they too are there afterwards, and safe. Raises TimedOut at `deadline`, of the monotonic clock.
+    """
     aggregator = core.model_executor.kv_output_aggregator
-    while (orders := side.rest()) is not None:
-        moved = core.collective_rpc("torpor_transfer", args=(orders,))
+    began = False
+    while side.has_rest(everything):
+        if deadline is not None and time.monotonic() >= deadline:
+            where = "to disk or a store" if everything else "from or to the device"
+            raise TimedOut(f"KV blocks are still on their way {where}", "give the call a longer timeout")
+        began = True
+        moved = core.collective_rpc("torpor_transfer", args=(side.rest(everything),))
         outputs = [ModelRunnerOutput.with_kv_conn_output_only(each) for each in moved]
         merged = aggregator.aggregate(outputs) if len(outputs) > 1 else outputs[0]
         deliver(core, core.scheduler.update_from_output(SchedulerOutput.make_empty(), merged))
+    if began and everything:
+        core.collective_rpc("torpor_sync_blocks")
     settle(core.scheduler)
     core.scheduler.kv_cache_manager.take_boundary_state_offloads()  # the tiers have the states that they loaded
 

@@ -150,8 +150,11 @@ class EngineSide:
         self.hooks.pause_travels = True
         try:
             with self._falling_asleep(options):
-                if self.hooks.is_quiet and self.hooks.frees_kv():  # only paused: quiesce() is not called again
-                    self.hooks.other_connector.finish_transfers(options.get("timeout"))
+                if self.hooks.is_quiet:  # quiesce() is not called again
+                    if self.hooks.frees_kv():  # only paused
+                        self.hooks.other_connector.finish_transfers(options.get("timeout"))
+                    if self.hooks.leaves_host_memory():
+                        self.hooks.finish_stores(options.get("timeout"))
                 return self._with_bound(lambda: self.controller.sleep(options))
         finally:
             self.hooks.pause_travels = False

@@ -143,13 +143,12 @@ class WorkerMixin(Stock):
         return reply
 
     def torpor_transfer(self, orders):
-        """The connector's orders outside of a step, and all that is under way: vLLM's KVConnectorOutput of it."""
+        """The connector's orders outside of a step, and what has ended: vLLM's KVConnectorOutput of it."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
         from vllm.v1.outputs import KVConnectorOutput
 
         side = get_kv_transfer_group().worker
         side.begin(orders)
-        side.wait()
         side.look()
         return KVConnectorOutput(
             finished_recving=side.take_finished() or None,
@@ -157,6 +156,12 @@ class WorkerMixin(Stock):
             invalid_block_ids=side.take_bad_blocks(),
             kv_connector_worker_meta=side.take_report(),
         )
+
+    def torpor_sync_blocks(self) -> None:
+        """What torpor's connector was told to store is as safe as was asked for."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        get_kv_transfer_group().worker.wait()
 
     def torpor_draw_again(self, step: int, requests: list[str]) -> None:
         """Let these requests draw again what they drew in a step of torpor's connector, and in later ones."""
