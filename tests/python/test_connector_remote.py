@@ -77,7 +77,9 @@ def test_no_checkpoint_or_sleep_waits_for_a_slow_store(zygote, tiny_model, tmp_p
     found = result_of(zygote.run([SLOW_STORE, tiny_model, tmp_path, one_block]))
     assert found["checkpoint"]["report"] < one_block / 2
     assert found["sleep"]["report"] and found["sleep"]["seconds"] < one_block / 2
-    assert "KV blocks are still on their way" in found["to disk"]["error"] and found["to disk"]["seconds"] < one_block / 2
+    assert (
+        "KV blocks are still on their way" in found["to disk"]["error"] and found["to disk"]["seconds"] < one_block / 2
+    )
     first, *others = found["tokens"]
     assert len(first) == 40 and others == [first, first]
 

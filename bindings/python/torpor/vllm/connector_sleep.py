@@ -27,11 +27,11 @@ def side_of(scheduler):
     return None
 
 
-def notice_new_weights(core, told: bool = False, by_content: bool = False) -> None:
+def notice_new_weights(core, declared: bool = False, by_content: bool = False) -> None:
     """Ask the workers whether weights were written. If so, no request finds KV of the old ones from now on: the report
     of a step would come too late for the first requests.
 
-    `told`: the user has said so. `by_content`: look at the weights themselves where they may have been written unseen.
+    `declared`: the user says so. `by_content`: look at the weights themselves where they may have been written unseen.
     """
     side = side_of(getattr(core, "scheduler", None))
     if side is None or side.core is None or side.begins_namespace():
@@ -39,7 +39,7 @@ def notice_new_weights(core, told: bool = False, by_content: bool = False) -> No
     looks = by_content and side.weights_doubted and not side.kept
     try:
         worker_answers.check_answered(core)
-        changed = told or any(core.collective_rpc("torpor_weights_changed", args=(looks,)))
+        changed = declared or any(core.collective_rpc("torpor_weights_changed", args=(looks,)))
     except Exception as problem:
         logger.warning("KV of earlier weights is not used: it is not known whether they were written: %s", problem)
         changed = True

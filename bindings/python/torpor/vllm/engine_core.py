@@ -247,8 +247,8 @@ class EngineSide:
         kv, began = options.get("kv"), time.time()
         with self._executor_told():
             report = self.controller.wake_up(options) | {"began": began}
-        told = report["changed"] and kv in ("recompute", "abort")
-        connector_sleep.notice_new_weights(self.hooks.core, told=told)
+        declared = report["changed"] and kv in ("recompute", "abort")
+        connector_sleep.notice_new_weights(self.hooks.core, declared=declared)
         if self.hooks.restored is not None:
             report["outputs"] = _with_tokens(report["outputs"], self.hooks.restored)
             report["restored"] = _restored_requests(self.hooks.restored) if "answers" in options else []
