@@ -197,14 +197,16 @@ class ConnectorScheduler final : public console::OffloadAccess {
     if (groups_.partial_hits()) take_handed(handed, step);
     offers_.end_step(scheduled, step);
     look_ahead();
-    return plan(flush);
+    return plan(flush, false);
   }
 
-  py::object plan(bool flush) {
+  // `of_device`: plan no other copies, unless one for a session needs them.
+  py::object plan(bool flush, bool of_device) {
     Bytes encoded;
     value_or_raise(try_catch([&]() -> Status {
       if (residency_->busy() || residency_->holds()) residency_->advance(last_step_);
-      const TransferPlan& plan = scheduler_->plan_step(flush);
+      const bool all = !of_device || residency_->busy();
+      const TransferPlan& plan = all ? scheduler_->plan_step(flush) : scheduler_->plan_device();
       if (!plan.empty()) encoded = plan.encode();
       return ok();
     }));
@@ -280,6 +282,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
   void release_all() { blocks_.release_all(); }
   uint32_t space() const { return scheduler_->space(); }
   bool busy() const { return scheduler_->busy() || residency_->busy(); }
+  bool device_busy() const { return scheduler_->moves_device() || residency_->busy(); }
   bool under_way() const { return scheduler_->under_way(); }
   int64_t held() const { return blocks_.held(); }
   int64_t loading() const { return loading_; }
@@ -734,7 +737,8 @@ void bind_connector(py::module_& module) {
           py::arg("flush") = false, py::arg("handed") = py::dict(),
           "What this step fills is offered; returns what all ranks do next, or None. `handed`: by request, blocks that "
           "vLLM hands over: (group, block, tokens).")
-      .def("plan", &ConnectorScheduler::plan, py::call_guard<InHook>(), py::arg("flush"), "The same, without a step.")
+      .def("plan", &ConnectorScheduler::plan, py::call_guard<InHook>(), py::arg("flush"), py::arg("of_device") = false,
+           "The same, without a step. of_device: only copies from and to the device, and for sessions.")
       .def("acknowledge", &ConnectorScheduler::acknowledge, py::call_guard<InHook>(), py::arg("step"),
            "The forward pass of this step is over.")
       .def("apply", &ConnectorScheduler::apply, py::call_guard<InHook>(), py::arg("reports"),
@@ -776,6 +780,8 @@ void bind_connector(py::module_& module) {
            "For tests: raises if the index or the queue contradict themselves.")
       .def_property_readonly("space", &ConnectorScheduler::space)
       .def_property_readonly("busy", &ConnectorScheduler::busy, "Steps are needed, if only empty ones.")
+      .def_property_readonly("device_busy", &ConnectorScheduler::device_busy,
+                             "Copies from or to the device, or for sessions, have not ended.")
       .def_property_readonly("under_way", &ConnectorScheduler::under_way)
       .def_property_readonly("held", &ConnectorScheduler::held, "Blocks of the engine.")
       .def_property_readonly("loading", &ConnectorScheduler::loading, "Requests.");

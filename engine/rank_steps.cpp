@@ -145,7 +145,8 @@ Status RankSteps::cancel_save(const std::vector<std::string>& tags) {
 Status RankSteps::nothing_moves() {
   TORPOR_RETURN_IF_ERROR(restorer_.nothing_deferred());
   saver_.checkpoint().stop();
-  (void)parts_.transfers.drain();  // of KV blocks that the engine offloads; all that counts is that none is left
+  // Of KV blocks that the engine offloads; all that counts is that none is left. Others move between stores.
+  (void)parts_.transfers.drain(true);
   return parts_.transfers.usable();
 }
 

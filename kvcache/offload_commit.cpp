@@ -24,7 +24,11 @@ BlockOutcome worse(BlockOutcome a, BlockOutcome b) {
 
 }  // namespace
 
-const TransferPlan& OffloadScheduler::plan_step(bool flush) {
+const TransferPlan& OffloadScheduler::plan_step(bool flush) { return plan(flush, false); }
+
+const TransferPlan& OffloadScheduler::plan_device() { return plan(true, true); }
+
+const TransferPlan& OffloadScheduler::plan(bool flush, bool of_device) {
   plan_.clear();
   queue_.sweep_if_due(clock_.now());
   // If memory runs out, the rest stays queued for the next step.
@@ -32,6 +36,7 @@ const TransferPlan& OffloadScheduler::plan_step(bool flush) {
     queue_.set_held_aside(clock_.now());
     commit_loads(flush);
     commit_down(flush);
+    if (of_device) return ok();
     commit_on(Way::kDemote, StoreId::kDisk, flush);
     commit_on(Way::kPublish, StoreId::kRemote, flush);
     commit_up(flush);

@@ -357,6 +357,12 @@ bool OffloadQueue::has_room(Way way) const {
   return under_way_[static_cast<size_t>(way)] < options_.max_concurrent_transfers + options_.on_deck_batches;
 }
 
+bool OffloadQueue::is_open(Way way) const {
+  if (in_queues_[static_cast<size_t>(way)].blocks > 0 || jobs_under_way(way) > 0) return true;
+  return std::any_of(waiting_.begin(), waiting_.end(),
+                     [&](int32_t container) { return containers_[static_cast<size_t>(container)].way == way; });
+}
+
 bool OffloadQueue::is_due(const InQueue& queue, Way way, Time now) const {
   if (way == Way::kOnboard || queue.blocks >= options_.min_batch_size) return true;
   return std::any_of(queue.levels.begin(), queue.levels.end(), [&](const Level& level) {

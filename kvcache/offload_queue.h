@@ -236,6 +236,8 @@ class OffloadQueue {
   int64_t jobs_under_way() const { return std::accumulate(under_way_.begin(), under_way_.end(), int64_t{0}); }
   int64_t jobs_under_way(Way way) const { return under_way_[static_cast<size_t>(way)]; }
   const OffloadQueueOptions& options() const { return options_; }
+  // Return whether anything of this way is queued or under way.
+  bool is_open(Way way) const;
   // Return whether something could be committed, now or later.
   bool anything_queued() const { return queued_blocks_ > 0; }
   Status check() const;  // sums, lists and tickets agree; for tests

@@ -160,6 +160,8 @@ class OffloadScheduler {
   // Return what all ranks do next; valid until the next call. An empty plan need not be sent. `flush`: do not wait for
   // batches to fill. If memory runs out, the rest stays queued.
   const TransferPlan& plan_step(bool flush = false);
+  // The same for copies from and to the device alone: the others stay queued.
+  const TransferPlan& plan_device();
   // End what was cancelled; commit nothing.
   void sweep() { queue_.sweep(); }
   // Apply a rank's report. A report that arrives twice counts once. kInvalidArgument: an unknown rank, or jobs that
@@ -212,6 +214,8 @@ class OffloadScheduler {
   // Return whether anything is queued or under way: the engine must go on stepping, with empty steps if need be.
   bool busy() const { return queue_.anything_queued() || queue_.jobs_under_way() > 0 || !asks_.empty(); }
   bool under_way() const { return queue_.jobs_under_way() > 0; }
+  // Return whether a copy from or to the device is queued or under way.
+  bool moves_device() const { return queue_.is_open(Way::kOnboard) || queue_.is_open(Way::kOffload); }
   BlockIndex& index() { return *index_; }
   const BlockIndex& index() const { return *index_; }
   const OffloadQueue& queue() const { return queue_; }
@@ -288,6 +292,7 @@ class OffloadScheduler {
   bool accepting(StoreId store) const { return refusing_[static_cast<size_t>(store)] == 0; }
 
   // offload_commit.cpp
+  const TransferPlan& plan(bool flush, bool of_device);
   void make_room(size_t blocks, size_t owners);
   PlannedBatch& new_batch(Way way, StoreId store);
   void commit_loads(bool flush);

@@ -26,6 +26,8 @@ Status Lane::admit(JobRecord& record) {
   for (const ChunkTransfer& chunk : record.job.chunks) bytes += chunk.plan->bytes();
   const uint64_t share = bytes / (static_cast<uint64_t>(limits_.threads) * kBatchesPerThread);
   record.batch_bytes = std::min(limits_.batch_bytes, std::max(share, kLeastBatchBytes));
+  const bool puts = record.job.kind == JobKind::kSave || record.job.kind == JobKind::kMove;
+  if (puts) record.batch_bytes = std::max(record.batch_bytes, record.job.store->traits().bytes_per_put);
   const auto behind = std::find_if(waiting_.begin(), waiting_.end(),
                                    [&](const JobRecord* other) { return other->job.priority > record.job.priority; });
   waiting_.insert(behind, &record);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Lane: the jobs that wait for one kind of medium, by priority, and how they are cut into batches. Batches are limited
 // in bytes, so that all threads have work and an urgent job waits for one batch at most, and in chunks, so that small
-// chunks are moved many at a time. Bookkeeping only.
+// chunks are moved many at a time. A store whose puts are dear gets larger batches. Bookkeeping only.
 //
 // Threads: none; the owner's lock guards it.
 #pragma once

@@ -33,6 +33,7 @@ struct StoreTraits {
   // SlotStore: slots [n * this, (n + 1) * this) form a segment; they are dropped together and used once. 0: each slot
   // stands alone and is reused.
   int32_t slots_per_segment = 0;
+  uint64_t bytes_per_put = 0;  // each put() costs as much as so many bytes, so it gets as many at once. 0: it is cheap
 };
 
 // One record that enters or leaves a store, with its bytes outside of the store, and its status.

@@ -341,9 +341,16 @@ bool TransferEngine::pump() {
   return !own_threads_ && pump_one();
 }
 
-DrainResult TransferEngine::drain() {
+DrainResult TransferEngine::drain(bool of_device) {
   const MutexLock lock(mutex_);
-  while (open_ > 0) {
+  const auto open = [&]() TORPOR_REQUIRES(mutex_) {
+    if (!of_device) return open_ > 0;
+    return std::any_of(jobs_.begin(), jobs_.end(), [](const auto& entry) {
+      const JobKind kind = entry.second.job.kind;
+      return !entry.second.finished && kind != JobKind::kMove && kind != JobKind::kFind;
+    });
+  };
+  while (open()) {
     if (own_threads_ || !pump_one()) ended_.wait(mutex_);
   }
   DrainResult worst{worst_.drain, copied(worst_.error).error()};

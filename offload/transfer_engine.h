@@ -76,8 +76,9 @@ class TransferEngine {
   // End the chunks of the job that are not begun as kCancelled. Return true if no chunk was begun, so no byte moved.
   // The result is still to be taken with wait() or poll().
   bool cancel(JobId id);
-  // Wait until no job is queued or under way. Return the worst result of the copies since the last call.
-  DrainResult drain();
+  // Wait until no job is queued or under way; `of_device`: none that uses the device. Return the worst result of the
+  // copies since the last call.
+  DrainResult drain(bool of_device = false);
   // Without own_threads: move one batch. Return false if there was none.
   bool pump();
   Status usable() const;  // kDevice after an unproven copy

@@ -37,10 +37,10 @@ Status BlockStoreOptions::validate() const {
   return compression.validate();
 }
 
-BlockStore::BlockStore(BlockStoreOptions options, const Clock& clock)
+BlockStore::BlockStore(BlockStoreOptions options, const Clock& clock, uint64_t bytes_per_put)
     : clock_(clock),
       options_(std::move(options)),
-      traits_{.kind = "remote", .shared = true, .record_bytes = options_.record_bytes},
+      traits_{.kind = "remote", .shared = true, .record_bytes = options_.record_bytes, .bytes_per_put = bytes_per_put},
       seal_id_(options_.key != nullptr ? random_seal_id() : SealId{}),
       space_salt_(salt_of(options_.key.get(), options_.encrypt)) {
   health_.io = options_.io;

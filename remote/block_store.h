@@ -79,7 +79,7 @@ class BlockStore : public SlotStore {
   };
 
   // `clock` outlives this object.
-  BlockStore(BlockStoreOptions options, const Clock& clock);
+  BlockStore(BlockStoreOptions options, const Clock& clock, uint64_t bytes_per_put = 0);
   // Run `verb` for all items with the server. Set the status of each.
   virtual void exchange(std::span<Item> items, Verb verb) = 0;
 

@@ -16,6 +16,7 @@ namespace {
 
 constexpr uint64_t kMostRun = 32 * kMiB;   // of one read
 constexpr uint64_t kMostPack = 64 * kMiB;  // of one write
+constexpr uint64_t kPutBytes = 16 * kMiB;  // of one put(); a write of so many ends well within the usual deadline
 constexpr uint64_t kMostIndex = 64 * kMiB;
 constexpr size_t kMostRemovals = 1000;   // of one sweep
 constexpr size_t kMostUnindexed = 1024;  // heads that wait for an index; the rest is read pack by pack
@@ -37,7 +38,7 @@ BlockStoreOptions block_options(const ObjectBlockStoreOptions& options, const st
 
 ObjectBlockStore::ObjectBlockStore(std::unique_ptr<ObjectStore> store, const ObjectBlockStoreOptions& options,
                                    const Clock& clock)
-    : BlockStore(block_options(options, store->url()), clock),
+    : BlockStore(block_options(options, store->url()), clock, kPutBytes),
       options_(options),
       store_(std::move(store)),
       breaker_(clock, options.breaker) {}

@@ -95,8 +95,8 @@ class OffloadScene {
     return keys;
   }
   // One step: the plan to every rank, by way of its bytes. False: there was nothing to send.
-  bool send(bool flush = true) {
-    const TransferPlan& plan = scheduler->plan_step(flush);
+  bool send(bool flush = true, bool of_device = false) {
+    const TransferPlan& plan = of_device ? scheduler->plan_device() : scheduler->plan_step(flush);
     if (plan.empty()) return false;
     const TransferPlan read = value_of(TransferPlan::decode(plan.encode()));
     for (const auto& rank : ranks) EXPECT_SUCCEEDS(rank->worker().run(read));

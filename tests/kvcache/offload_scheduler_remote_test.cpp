@@ -67,6 +67,24 @@ TEST_F(RemoteTest, WhatOneComputedAnotherFindsOnEveryRank) {
   EXPECT_TRUE(other->scheduler->finished(request));
 }
 
+TEST_F(RemoteTest, CopiesFromTheDeviceEndWhileBlocksForTheStoreWait) {
+  const auto one = engine();
+  one->compute(0, 101);
+  (void)one->offer({1}, {0});
+  for (int step = 0; step < 10 && one->scheduler->moves_device(); ++step) {
+    one->send(true, true);
+    for (size_t rank = 0; rank < one->ranks.size(); ++rank)
+      EXPECT_SUCCEEDS(one->scheduler->apply(one->report_of(rank)));
+  }
+  EXPECT_FALSE(one->scheduler->moves_device());
+  EXPECT_FALSE(one->send(true, true));
+  EXPECT_EQ(count(*one, Way::kOffload, BlockOutcome::kTransferred), 1u);
+  EXPECT_TRUE(one->scheduler->busy());
+  EXPECT_EQ(shared_.blocks.size(), 0u);
+  one->drain();
+  EXPECT_EQ(shared_.blocks.size(), 2u);  // of two ranks
+}
+
 TEST_F(RemoteTest, BlocksComeBackToHostMemoryWhenAskedFor) {
   const auto scene = engine();
   store(*scene, {1, 2});

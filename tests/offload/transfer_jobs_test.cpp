@@ -21,6 +21,47 @@ class CancellingTier final : public RecordStore {
   ProgressFile& progress_;
 };
 
+// Keeps nothing; counts the calls.
+class CountingTier final : public RecordStore {
+ public:
+  explicit CountingTier(uint64_t bytes_per_put) : traits_{.kind = "counting", .bytes_per_put = bytes_per_put} {}
+  const StoreTraits& traits() const override { return traits_; }
+  void put(std::span<RecordPart> parts) override {
+    ++calls;
+    for (RecordPart& part : parts) part.status = ok();
+  }
+
+  std::atomic<int> calls = 0;
+
+ private:
+  const StoreTraits traits_;
+};
+
+TEST_P(TransferEngineTest, AStoreWhosePutsAreDearGetsAJobInOne) {
+  CountingTier cheap(0);
+  CountingTier dear(kBytes);
+  for (CountingTier* const tier : {&cheap, &dear})
+    EXPECT_SUCCEEDS(transfers_->wait(value_of(transfers_->submit(job(JobKind::kSave, tier)))).status);
+  EXPECT_GT(cheap.calls, 1);
+  EXPECT_EQ(dear.calls, 1);
+}
+
+TEST_P(TransferEngineTest, WhoWaitsForTheDeviceDoesNotWaitForMovesBetweenStores) {
+  HostTier host(*arena_);
+  const JobResult saved = transfers_->wait(value_of(transfers_->submit(job(JobKind::kSave, &host))));
+  std::vector<SavedChunk> chunks;
+  for (const ChunkTransfer& chunk : saved.chunks) chunks.push_back(chunk.saved);
+  HeldTier slow;
+  Job move = job(JobKind::kMove, &slow, chunks);
+  move.source = &host;
+  const JobId moves = value_of(transfers_->submit(std::move(move)));
+  slow.wait_until_held();
+  EXPECT_SUCCEEDS(transfers_->wait(value_of(transfers_->submit(job(JobKind::kDigest, nullptr)))).status);
+  EXPECT_EQ(transfers_->drain(true).drain, Drain::kCompleted);
+  slow.resume();
+  EXPECT_SUCCEEDS(transfers_->wait(moves).status);
+}
+
 TEST_P(TransferEngineTest, AFullLaneSaysSoAndTheOtherOneTakesJobs) {
   use({.queued_jobs = 1, .own_threads = false});
   HeldTier slow;

@@ -123,7 +123,8 @@ def main(model: str, mode: str) -> dict:
     while request.num_computed_tokens < 4 * BLOCK:
         run.step()
     side = scheduler.connector.scheduler
-    while (orders := side.rest()) is not None:
+    while side.has_rest(everything=True):
+        orders = side.rest(everything=True)
         out = ranks.carry_out(orders) if orders.plan is not None else None
         side.reported(Report(orders.step, out[1] if out else []))
     result: dict = {"loaded": ranks.loaded_blocks}

@@ -411,6 +411,57 @@ def new_weights(served: Served) -> dict:
     return {"before": before, "after": served.side.core.space, "blocks": served.side.stats()["disk_blocks"]}
 
 
+def scaled(worker, by: float) -> list:
+    """The weights of one norm times `by`, as a checkpoint has them."""
+    name = "model.layers.0.input_layernorm.weight"
+    return [(name, worker.model_runner.model.get_parameter(name).detach() * by)]
+
+
+def load_scaled(worker, by: float) -> None:
+    worker.model_runner.model.load_weights(iter(scaled(worker, by)))
+
+
+def write_scaled(worker, by: float) -> None:
+    """As a trainer does that calls nothing of vLLM's."""
+    [(name, tensor)] = scaled(worker, by)
+    worker.model_runner.model.get_parameter(name).data.copy_(tensor)
+
+
+def written_weights(served: Served) -> dict:
+    """Other weights by each way, then a reset of vLLM's own cache alone. By way: the cached tokens of the first round
+    of requests, and whether these got the tokens that they get without any cache."""
+    found, texts, llm = {}, prompts()[:4], served.one.llm
+    worker = served.one.core.model_executor.driver_worker.worker
+    ways = {
+        "loaded by a call of the workers": lambda: llm.collective_rpc(load_scaled, args=(3.0,)),
+        "loaded in the engine's process": lambda: load_scaled(worker, 0.5),
+        "written": lambda: llm.collective_rpc(write_scaled, args=(3.0,)),
+    }
+
+    def first_round(write) -> dict:
+        before = served.side.core.space
+        write()
+        assert llm.reset_prefix_cache()
+        first = served.round(texts)
+        spaces = served.side.core.space - before
+        assert llm.reset_prefix_cache(reset_connector=True)
+        fresh = served.round(texts)
+        right = [tokens for tokens, _ in first] == [tokens for tokens, _ in fresh]
+        return {"cached": [cached for _, cached in first], "right": right, "spaces": spaces}
+
+    served.round(texts)
+    for way, write in ways.items():
+        found[way] = first_round(write)
+    with llm.updating_weights(version="2"):
+        llm.collective_rpc(write_scaled, args=(0.5,))
+    llm.reset_prefix_cache()
+    before = served.side.core.space, served.side.stats()["offload_transferred"]
+    served.round(texts)
+    stored = served.side.stats()["offload_transferred"] - before[1]
+    found["updating_weights"] = {"spaces": served.side.core.space - before[0], "stored": stored}
+    return found
+
+
 def main() -> None:
     mode, model, folder = sys.argv[1:4]
     offload = {"offload": mode, "host_bytes": "64MiB", "sync_load_budget_bytes": 0}  # requests wait for their loads
@@ -419,6 +470,9 @@ def main() -> None:
         ENGINE["dtype"] = "bfloat16"
     if mode == "disk":  # host memory has fewer blocks than the device
         offload = {"offload": "eager", "host_bytes": "2MiB", "disk_bytes": "256MiB", "sync_load_budget_bytes": "64MiB"}
+    if mode in ("weights", "weights_disk"):
+        offload = {"offload": "eager", "host_bytes": "64MiB"}
+        offload |= {"disk_bytes": "64MiB"} if mode == "weights_disk" else {}
     if mode in ("eager", "lazy"):
         ENGINE["disable_log_stats"] = False
     if mode in ("eager", "lazy", "disk"):
@@ -445,6 +499,9 @@ def main() -> None:
         print("RESULT " + json.dumps(result | {"types": types_of(rings)}), flush=True)
         if keep := os.environ.get("KEEP_EVENTS"):
             subprocess.run([BINARY, "record", rings, "-o", keep, "--for", "0.1s"], check=True, capture_output=True)
+        return
+    if mode in ("weights", "weights_disk"):
+        print("RESULT " + json.dumps(written_weights(served)), flush=True)
         return
     if mode == "groups":
         print("RESULT " + json.dumps(several_groups(served)), flush=True)

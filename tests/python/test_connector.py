@@ -434,6 +434,18 @@ def test_what_is_on_disk_is_found_after_a_kill_and_recomputed_where_it_is_damage
     assert elsewhere["stats"]["recovered_blocks"] == 0 and elsewhere["tokens"] != before["tokens"]
 
 
+@pytest.mark.parametrize("mode", ["weights", "weights_disk"])
+def test_the_first_requests_after_new_weights_find_no_kv_of_the_old(zygote, tiny_model, tmp_path, mode):
+    """Whoever wrote them, and also where only a reset of vLLM's own prefix cache says so."""
+    found = result_of(zygote.run([PROCESS, mode, tiny_model, tmp_path]))
+    updated = found.pop("updating_weights")
+    assert updated["spaces"] == 0 and updated["stored"] > 0  # its first requests are stored already
+    assert len(found) == 3
+    for way, result in found.items():
+        assert set(result["cached"]) == {0} and result["right"], way
+        assert result["spaces"] == 1, way
+
+
 def test_counters_and_gauges_reach_prometheus():
     from prometheus_client import Counter, Gauge, Histogram, generate_latest
 

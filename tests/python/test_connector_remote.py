@@ -2,14 +2,18 @@
 """Engines that share KV blocks through a real Redis: what one computed, another finds; without it they compute."""
 
 import contextlib
+from pathlib import Path
 
 import pytest
+from conftest import result_of
 from connector_shared import check_reset, check_shared, one_after_the_other
 from torpor.errors import InvalidArgument
 from torpor.vllm.connector_options import ConnectorOptions
 
 from networks import FAR, inside, two_networks
 from redis_server import PASSWORD, RedisServer
+
+SLOW_STORE = Path(__file__).parent / "connector_slow_store_process.py"
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +68,20 @@ def test_when_the_network_is_mended_engines_share_again(shared):
     if "mended" not in shared[2]:
         pytest.skip("the kernel gives this process no network of its own")
     assert shared[2]["mended"]["stats"]["publish_transferred"] > 0
+
+
+def test_no_checkpoint_or_sleep_waits_for_a_slow_store(zygote, tiny_model, tmp_path):
+    """They wait for what moves from and to the device. Before a sleep to disk, after which the process may end, all
+    that is on its way is stored, or the time is over."""
+    one_block = 60  # seconds: more than a busy machine takes for all else
+    found = result_of(zygote.run([SLOW_STORE, tiny_model, tmp_path, one_block]))
+    assert found["checkpoint"]["report"] < one_block / 2
+    assert found["sleep"]["report"] and found["sleep"]["seconds"] < one_block / 2
+    assert (
+        "KV blocks are still on their way" in found["to disk"]["error"] and found["to disk"]["seconds"] < one_block / 2
+    )
+    first, *others = found["tokens"]
+    assert len(first) == 40 and others == [first, first]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import time
 import pytest
 from requests_of_tests import REQUESTS, SHARED, answer, final, run
 from vllm import SamplingParams
-from vllm.config import SpeculativeConfig
+from vllm.config import MultiModalConfig, SpeculativeConfig
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import llm_engine
 from vllm.v1.metrics.stats import IterationStats
@@ -221,6 +221,43 @@ def test_how_drafts_are_accepted_is_part_of_the_fingerprint(setting, named):
 
     assert fingerprint_of() == "ngram, 2, greedy, 1 to 3"  # as of older checkpoints
     assert named in fingerprint_of(**setting)
+
+
+def test_how_images_become_inputs_is_part_of_keys_and_fingerprint(one, monkeypatch, tmp_path):
+    """Of a model without such inputs they stay what they were."""
+    core, model = one.core, one.core.vllm_config.model_config
+    worker = core.model_executor.driver_worker.worker
+
+    def described() -> tuple[str, dict]:
+        return fingerprint.key_space(worker), core.torpor_call("fingerprint", {})["result"]
+
+    of_text = described()
+    assert "multimodal" not in of_text[0] and "multimodal_inputs" not in of_text[1]
+    scales = tmp_path / "scales.json"
+    configuration = tmp_path / "preprocessor_config.json"
+    scales.write_text("{}")
+    configuration.write_text('{"do_normalize": true}')
+    monkeypatch.setattr(model, "model", str(tmp_path))
+    found = []
+
+    def look(**values) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "multimodal_config", MultiModalConfig(**values))
+            key, fields = described()
+        assert fields["multimodal_inputs"] in key and fields.keys() - of_text[1].keys() == {"multimodal_inputs"}
+        found.append(fields["multimodal_inputs"])
+
+    look()
+    look(mm_processor_cache_gb=1)  # changes no input
+    assert found[0] == found[1]
+    look(mm_processor_kwargs={"do_normalize": False})
+    look(video_pruning_rate=0.5)
+    look(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(scales))
+    scales.write_text('{"layer": 1}')
+    look(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(scales))
+    configuration.write_text('{"do_normalize": false}')
+    look()
+    assert len(set(found)) == len(found) - 1
 
 
 @pytest.mark.gpu_path

@@ -187,6 +187,10 @@ TEST_F(ObjectBlockStoreTest, BlocksOfOneCallAreOneObjectAndAreReadWithOneRequest
   EXPECT_EQ(objects_.calls, calls + 3);
 }
 
+TEST_F(ObjectBlockStoreTest, AnObjectHasItsPriceSoAPutGetsManyBlocks) {
+  EXPECT_GE(engine()->traits().bytes_per_put, 16 * kMiB);
+}
+
 TEST_F(ObjectBlockStoreTest, WhatIsThereIsNotPutAgain) {
   const auto one = engine();
   put_all(*one, {1, 2});

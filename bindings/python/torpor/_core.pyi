@@ -57,6 +57,9 @@ class ConnectorScheduler:
         """Steps are needed, if only empty ones."""
     def check(self) -> None:
         """For tests: raises if the index or the queue contradict themselves."""
+    @property
+    def device_busy(self) -> bool:
+        """Copies from or to the device, or for sessions, have not ended."""
     def fail_step(self, step: int) -> None:
         """What this step filled is not offered."""
     def finished(self, id: str, step: int, answered: bool) -> None:
@@ -81,8 +84,8 @@ class ConnectorScheduler:
         """Tokens behind the first `computed` ones that can be loaded; they are kept until allocated(). None: ask
         again.
         """
-    def plan(self, flush: bool) -> typing.Any:
-        """The same, without a step."""
+    def plan(self, flush: bool, of_device: bool = False) -> typing.Any:
+        """The same, without a step. of_device: only copies from and to the device, and for sessions."""
     def queued(self, request: object) -> None:
         """The request waits: what only disk and remote store have of it comes into host memory meanwhile."""
     def release_all(self) -> None:

@@ -102,9 +102,10 @@ class ConnectorOptions:
     kv_store_timeout_ms: int = described(
         2000,
         WHOLE,
-        "most milliseconds of a transfer from or to the store",
+        "most milliseconds of a call of the store",
         least=1,
-        details="All attempts together have this time.",
+        details="All attempts together have this time. A call moves a part of a transfer: 8 MiB at most, in an object "
+        "store 16 MiB at most of what is put. A transfer of many calls has no deadline as a whole.",
     )
     kv_store_wait_ms: int = described(
         100, WHOLE, "most milliseconds that a request waits for a lookup in the store; then it goes on without", least=1

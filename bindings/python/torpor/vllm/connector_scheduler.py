@@ -63,7 +63,7 @@ class SchedulerSide:
         # Steps in flight, from the first with such a load on: the blocks of each request that computes, by its id.
         self._computing: dict[int, dict[str, list]] = {}
         self._last_loading_step = 0  # that had such a load
-        self.weights_doubted = False  # since the last namespace began
+        self.weights_doubted = False  # somebody may have written them unseen since the last namespace began
         self.slots = None  # who tells where requests stand (slots.py); None: nobody listens
         self.steps = 0
         self.recovered_blocks = 0
@@ -245,12 +245,16 @@ class SchedulerSide:
             orders.wait_seconds = _WAIT_SECONDS
         return orders
 
-    def rest(self) -> Orders | None:
-        """What is left to do when no step is taken any more. None: nothing is left, and nothing is under way."""
-        if self.core is None or not self.core.busy:
-            return None
+    def has_rest(self, everything: bool) -> bool:
+        """Whether rest() has something to order, or something of that is under way."""
+        return self.core is not None and (self.core.busy if everything else self.core.device_busy)
+
+    def rest(self, everything: bool) -> Orders:
+        """Order what is left to do when no step is taken any more: copies from and to the device, and what sessions
+        wait for; `everything`: also those between host memory, disk and the remote store."""
+        assert self.core is not None
         self.steps += 1
-        orders = self._orders(self.core.plan(True))
+        orders = self._orders(self.core.plan(True, not everything))
         orders.wait_seconds = _WAIT_SECONDS
         return orders
 
@@ -289,6 +293,8 @@ class SchedulerSide:
         """Somebody may have changed the content of LoRA adapters since the last step."""
         if self.adapters is not None:
             self.adapters.invalidate(self.steps)
+        else:
+            self.weights_doubted = True  # keys name them, and nothing tells their contents apart
 
     def reset(self) -> bool:
         """What the tiers have is found by nobody any more, after a restart neither."""
@@ -303,6 +309,10 @@ class SchedulerSide:
         """What others computed is found again with those only."""
         if self.core is not None:
             self._space = (self.core.reset(), self._word, self._shared_word)
+
+    def begins_namespace(self) -> bool:
+        """Whether the workers open one with the next orders, for the weights as they are then."""
+        return self._space is not None
 
     def busy(self) -> bool:
         return self.core is not None and self.core.busy

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from contextlib import contextmanager
 
 from vllm.v1.core.sched.interface import PauseState
@@ -10,7 +12,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from torpor.vllm import connector_options
+from torpor.errors import TimedOut
+from torpor.vllm import connector_options, worker_answers
+
+logger = logging.getLogger("vllm.torpor")
 
 
 def side_of(scheduler):
@@ -20,6 +25,28 @@ def side_of(scheduler):
         if type(each).__name__ == connector_options.CLASS:
             return each.scheduler
     return None
+
+
+def notice_new_weights(core, declared: bool = False, by_content: bool = False) -> None:
+    """Ask the workers whether weights were written. If so, no request finds KV of the old ones from now on: the report
+    of a step would come too late for the first requests.
+
+    `declared`: the user says so. `by_content`: look at the weights themselves where they may have been written unseen.
+    """
+    side = side_of(getattr(core, "scheduler", None))
+    if side is None or side.core is None or side.begins_namespace():
+        return
+    looks = by_content and side.weights_doubted and not side.kept
+    try:
+        worker_answers.check_answered(core)
+        changed = declared or any(core.collective_rpc("torpor_weights_changed", args=(looks,)))
+    except Exception as problem:
+        logger.warning("KV of earlier weights is not used: it is not known whether they were written: %s", problem)
+        changed = True
+    if changed:
+        side.new_weights()
+    elif looks:
+        side.weights_doubted = False
 
 
 def is_alone(scheduler) -> bool:
@@ -33,14 +60,25 @@ def brings_kv(scheduler) -> bool:
     return any(type(each).__name__ in names for each in connector_options.members(scheduler.connector))
 
 
-def finish_transfers(core, side) -> None:
-    """What was begun ends, and what is queued goes its way. Requests that waited for their blocks have them."""
+def finish_transfers(core, side, deadline: float | None = None, everything: bool = False) -> None:
+    """Copies from and to the device end, also those that are queued. Requests that waited for their blocks have them.
+
+    Blocks go on from host memory to disk and the remote store meanwhile, or later: nobody waits for a slow store.
+    `everything`: they too are there afterwards, and safe. Raises TimedOut at `deadline`, of the monotonic clock.
+    """
     aggregator = core.model_executor.kv_output_aggregator
-    while (orders := side.rest()) is not None:
-        moved = core.collective_rpc("torpor_transfer", args=(orders,))
+    began = False
+    while side.has_rest(everything):
+        if deadline is not None and time.monotonic() >= deadline:
+            where = "to disk or a store" if everything else "from or to the device"
+            raise TimedOut(f"KV blocks are still on their way {where}", "give the call a longer timeout")
+        began = True
+        moved = core.collective_rpc("torpor_transfer", args=(side.rest(everything),))
         outputs = [ModelRunnerOutput.with_kv_conn_output_only(each) for each in moved]
         merged = aggregator.aggregate(outputs) if len(outputs) > 1 else outputs[0]
         deliver(core, core.scheduler.update_from_output(SchedulerOutput.make_empty(), merged))
+    if began and everything:
+        core.collective_rpc("torpor_sync_blocks")
     settle(core.scheduler)
     core.scheduler.kv_cache_manager.take_boundary_state_offloads()  # the tiers have the states that they loaded
 

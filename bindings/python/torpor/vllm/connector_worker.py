@@ -68,7 +68,8 @@ class WorkerSide:
         self._wait_seconds = 0.0
         self._memory: WorkerMemory | None = None  # of the rank
         self._space = ""  # what names of namespaces have in common
-        self._weights = 0  # as often as they were new
+        self._weights = 0  # as often as they were new, when the namespace began or the last report was made
+        self._digest = ""  # of the weights of the namespace; empty: it has no name
         self._adapters = Adapters() if keys_have_adapters(vllm_config, options) else None
 
     def prepare(self) -> RankIsReady:
@@ -78,7 +79,6 @@ class WorkerSide:
             raise Unsupported("torpor's KV connector: torpor does not hold the engine's memory", "see docs/vllm.md")
         self._memory = memory = mine.torpor_memory
         memory.describe_kv(mine.model_runner)
-        self._weights = memory.new_weights
         options, torpor = self._options, Options.of(self._config)
         self.core = core = _core.ConnectorWorker(
             memory.rank_memory,
@@ -102,10 +102,13 @@ class WorkerSide:
     def _open_space(self, core: _core.ConnectorWorker, number: int, word: str, shared_word: str) -> None:
         """Of the weights as they are now. In memory its number tells it from others, so it needs no name there. The
         words are other ones after a reset: what was stored before is not found."""
+        assert self._memory is not None
+        self._weights = self._memory.new_weights
         if not self._space:
             core.open_space(number, "")
             return
-        name = f"{self._space}\nweights: {core.weights_digest()}\nword: "
+        self._digest = core.weights_digest()
+        name = f"{self._space}\nweights: {self._digest}\nword: "
         core.open_space(number, name + word, name + shared_word)
 
     def begin(self, orders: Orders) -> None:
@@ -183,6 +186,22 @@ class WorkerSide:
         before, self._weights = self._weights, self._weights if self._memory is None else self._memory.new_weights
         adapters_now = None if self._adapters is None else self._adapters.take_news()
         return Report(self._step, transfers, before != self._weights, adapters_now)
+
+    def weights_changed(self, by_content: bool) -> bool:
+        """Return whether other weights were loaded than the namespace began with.
+
+        `by_content`: also whether they were written unseen. Without a digest of theirs that is taken for granted.
+        """
+        if self.core is None or self._memory is None:
+            return False
+        if self._memory.new_weights != self._weights:
+            return True
+        if not by_content:
+            return False
+        if not self._digest:
+            return True
+        self._memory.rank_memory.invalidate_digest("weights")
+        return self.core.weights_digest() != self._digest
 
     def draw_again(self, step: int, request_ids: list[str]) -> None:
         """Let these requests draw again what they drew in `step`, and in later ones that have begun."""

@@ -152,8 +152,11 @@ class EngineSide:
         self.hooks.pause_travels = True
         try:
             with self._falling_asleep(options):
-                if self.hooks.is_quiet and self.hooks.frees_kv():  # only paused: quiesce() is not called again
-                    self.hooks.other_connector.finish_transfers(options.get("timeout"))
+                if self.hooks.is_quiet:  # quiesce() is not called again
+                    if self.hooks.frees_kv():  # only paused
+                        self.hooks.other_connector.finish_transfers(options.get("timeout"))
+                    if self.hooks.leaves_host_memory():
+                        self.hooks.finish_stores(options.get("timeout"))
                 report = self._with_bound(lambda: self.controller.sleep(options))
         finally:
             self.hooks.pause_travels = False
@@ -260,9 +263,11 @@ class EngineSide:
         self.hooks.for_new_process = "from_checkpoint" in options or "answers" in options
         if "answers" in options:
             options["answers_may_extend"] = may_extend(self.hooks.core.vllm_config, self.hooks.scheduler)
-        began = time.time()
+        kv, began = options.get("kv"), time.time()
         with self._executor_told():
             report = self.controller.wake_up(options) | {"began": began}
+        declared = report["changed"] and kv in ("recompute", "abort")
+        connector_sleep.notice_new_weights(self.hooks.core, declared=declared)
         if self.hooks.restored is not None:
             report["outputs"] = _with_tokens(report["outputs"], self.hooks.restored)
             report["restored"] = _restored_requests(self.hooks.restored) if "answers" in options else []
@@ -472,7 +477,10 @@ class EngineCoreMixin(Stock):
         _finish_loads(self, of_requests=reset_running_requests)
         if reset_running_requests and connector_sleep.brings_kv(self.scheduler):
             connector_sleep.take_back_waiting(self.scheduler)
-        return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
+        try:
+            return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
+        finally:
+            connector_sleep.notice_new_weights(self, by_content=True)
 
     def pause_scheduler(self, mode="abort", *args, **kwargs) -> Future | None:
         try:

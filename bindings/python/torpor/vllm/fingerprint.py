@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from importlib import metadata
+from pathlib import Path
 
 import torch
 import vllm
+from vllm.transformers_utils.repo_utils import try_get_local_file
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -50,6 +53,43 @@ def of_weights(vllm_config, options: Options) -> dict[str, str]:
     return {name: str(value) for name, value in fields.items()}
 
 
+# What a model's own files say of how images, sounds and videos become an encoder's input.
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+def _of_encoder_inputs(model) -> dict[str, str]:
+    """What decides which KV an image, a sound or a video has, besides its content and what its request says: by digest.
+    Only of models that take such inputs."""
+    if (config := getattr(model, "multimodal_config", None)) is None:
+        return {}
+    if id(config) not in _digests:
+        scales = getattr(config, "mm_encoder_fp8_scale_path", None)
+        parts = {
+            "kwargs": config.mm_processor_kwargs,
+            "pruning": [config.video_pruning_rate, getattr(config, "video_pruning_method", None)],
+            "encoder": [
+                getattr(config, "mm_encoder_attn_dtype", None),
+                None if scales is None else _core.digest(Path(scales).read_bytes()),
+            ],
+            "files": {name: _processor_file(model, name) for name in _PROCESSOR_FILES},
+        }
+        described = json.dumps(parts, sort_keys=True, default=str)
+        _digests[id(config)] = (config, _core.digest(described.encode()))
+    return {"multimodal_inputs": _digests[id(config)][1]}
+
+
+def _processor_file(model, name: str) -> object:
+    """The content of a file of the model's, or None; from the local disk only, where vLLM has put it by now."""
+    path = try_get_local_file(model=model.model, file_name=name, revision=model.revision)
+    if not isinstance(path, Path):
+        return None
+    text = path.read_bytes()
+    try:
+        return json.loads(text)
+    except ValueError:
+        return _core.digest(text)
+
+
 def key_space(worker) -> str:
     """All that the bytes of a rank's KV blocks depend on besides its weights and what their keys are made of, and how
     those are made. Taken once: the seed of the hashes is another one as long as the engine begins.
@@ -68,6 +108,7 @@ def key_space(worker) -> str:
             "layout": runner.kv_cache_config.kv_cache_layout,
         }
         | kv_layout.packing(config)
+        | _of_encoder_inputs(config.model_config)
     )
     if (groups := connector_groups.describe(runner.kv_cache_config)) is not None:
         fields["groups"] = groups
@@ -109,6 +150,7 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
         fields["pipeline_stages"] = _core.digest("|".join(w["layers"] for w in workers).encode())
     if model.use_fp64_gumbel:
         fields["noise"] = "fp64"
+    fields |= _of_encoder_inputs(model)
     if model.logprobs_mode != "raw_logprobs":
         fields["logprobs_mode"] = model.logprobs_mode
     if model.runner_type != "generate":

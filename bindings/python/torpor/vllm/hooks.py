@@ -131,20 +131,32 @@ class VllmHooks:
         self._quiet = True
         try:
             began = time.monotonic()
-            self._finish_batches(None if timeout is None else time.monotonic() + timeout)
+            deadline = None if timeout is None else began + timeout
+            self._finish_batches(deadline)
             self._stands_since = time.monotonic()
             if self.sessions is not None:
                 self.sessions.settle()
             if self.other_connector.follows and self.falling_asleep is not None and self.frees_kv():
                 self.other_connector.finish_transfers(timeout and timeout - (self._stands_since - began))
                 connector_sleep.let_those_with_blocks_go_first(self.scheduler)
-            side = connector_sleep.side_of(self.scheduler)
-            if side is not None and connector_sleep.is_alone(self.scheduler):
-                connector_sleep.finish_transfers(self.core, side)
+            self._finish_transfers(deadline, everything=self.leaves_host_memory())
             self._rpc("torpor_settle", self._frees_memory())
         except BaseException:
             self.resume()
             raise
+
+    def _finish_transfers(self, deadline: float | None, everything: bool) -> None:
+        side = connector_sleep.side_of(self.scheduler)
+        if side is not None and connector_sleep.is_alone(self.scheduler):
+            connector_sleep.finish_transfers(self.core, side, deadline, everything)
+
+    def finish_stores(self, timeout: float | None) -> None:
+        """Of an engine that stands still already, before it sleeps to disk: see leaves_host_memory()."""
+        self._finish_transfers(None if timeout is None else time.monotonic() + timeout, everything=True)
+
+    def leaves_host_memory(self) -> bool:
+        """Whether a sleep is under way after which the process may end: what host memory alone has is lost then."""
+        return self.falling_asleep is not None and self.falling_asleep.get("to") == "disk"
 
     def _frees_memory(self) -> bool:
         """Whether a sleep is under way that frees any. A checkpoint does not, and the engine soon goes on."""

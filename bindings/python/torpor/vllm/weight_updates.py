@@ -164,12 +164,14 @@ def doubt_weights_after(core, method) -> None:
         if method in _WRITE_AND_SAY_SO:
             doubt_kv(core)
             invalidate_adapters(core)
+            connector_sleep.notice_new_weights(core)
         return
     invalidate_adapters(core)
     doubt_kv(core)
     core.torpor_weights_doubted = True
     if (side := connector_sleep.side_of(getattr(core, "scheduler", None))) is not None:
         side.weights_doubted = True
+    connector_sleep.notice_new_weights(core)
 
 
 def invalidate_adapters(core) -> None:

@@ -176,13 +176,12 @@ class WorkerMixin(Stock):
         return reply
 
     def torpor_transfer(self, orders):
-        """The connector's orders outside of a step, and all that is under way: vLLM's KVConnectorOutput of it."""
+        """The connector's orders outside of a step, and what has ended: vLLM's KVConnectorOutput of it."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
         from vllm.v1.outputs import KVConnectorOutput
 
         side = get_kv_transfer_group().worker
         side.begin(orders)
-        side.wait()
         side.look()
         return KVConnectorOutput(
             finished_recving=side.take_finished() or None,
@@ -191,6 +190,12 @@ class WorkerMixin(Stock):
             kv_connector_worker_meta=side.take_report(),
         )
 
+    def torpor_sync_blocks(self) -> None:
+        """What torpor's connector was told to store is as safe as was asked for."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        get_kv_transfer_group().worker.wait()
+
     def torpor_draw_again(self, step: int, requests: list[str]) -> None:
         """Let these requests draw again what they drew in a step of torpor's connector, and in later ones."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -198,6 +203,14 @@ class WorkerMixin(Stock):
         for each in connector_options.members(get_kv_transfer_group()):
             if type(each).__name__ == connector_options.CLASS:
                 each.worker.draw_again(step, requests)
+
+    def torpor_weights_changed(self, by_content: bool) -> bool:
+        """Return whether torpor's connector has KV of other weights than these (WorkerSide.weights_changed())."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        members = connector_options.members(get_kv_transfer_group())
+        ours = [each for each in members if type(each).__name__ == connector_options.CLASS]
+        return any([each.worker.weights_changed(by_content) for each in ours])
 
     def torpor_call_connector(self, hook: str) -> str | None:
         """Call a hook of a KV connector that is not torpor's alone. Returns why it failed."""
