@@ -60,6 +60,8 @@ def scope(tag: str, keep: bool = True, *, engine: bool = False) -> Iterator[None
 def region(tag: str, keep: bool = True, *, engine: bool = False) -> Iterator[torch.cuda.MemPool]:
     """scope(), and what torch allocates on its current GPU inside comes from torpor. Yields torch's MemPool.
 
+    engine: the tag is an engine's, as in scope().
+
     torch keeps what is freed in a pool for that pool. At the end, when the next region of the same tag begins, and by
     release_unused(), torpor gives unused memory back to the device: whole pools, and single segments of pools that are
     in use otherwise. While you keep the MemPool, or a graph that was captured into it, torch may hand its segments out
