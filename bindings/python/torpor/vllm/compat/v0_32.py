@@ -842,6 +842,10 @@ ENGINE = (
         ),
     ),
     Module(
+        "vllm.transformers_utils.repo_utils",
+        functions={"try_get_local_file": "model, file_name, revision='main'"},
+    ),
+    Module(
         "vllm.v1.core.kv_cache_utils",
         functions={
             "get_none_hash_seed": "",
