@@ -213,7 +213,7 @@ class Engine:
             LEDGER.store.clear()
             self.one.begin(0)
             run(self.one.engine)
-            cached.append(side.stats().get("onboard_transferred", 0))
+            cached.append(side.stats()["onboard_transferred"])
             self.end_transfers()
             self.llm.sleep(level=1, preserve_state=True)
             self.llm.wake_up()

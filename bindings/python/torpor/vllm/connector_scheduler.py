@@ -92,7 +92,9 @@ class SchedulerSide:
         manager.reset_prefix_cache = reset_prefix_cache
 
     def ranks_are_ready(self, ranks: list[RankIsReady]) -> None:
-        """Stores are as large as the smallest rank's."""
+        """Stores are as large as the smallest rank's. Told again after a wake, they stay as they are."""
+        if self.core is not None:
+            return
         managers = self._manager.coordinator.single_type_managers
         smallest = {name: min(rank.sizes[name] for rank in ranks) for name in ranks[0].sizes}
         self.block_bytes = sum(rank.sizes["block_bytes"] for rank in ranks)

@@ -73,7 +73,9 @@ class WorkerSide:
         self._adapters = Adapters() if keys_have_adapters(vllm_config, options) else None
 
     def prepare(self) -> RankIsReady:
-        """vLLM has allocated the KV cache, in torpor's memory."""
+        """vLLM has allocated the KV cache, in torpor's memory. Asked again after a wake, the tiers stay as they are."""
+        if self.core is not None:
+            return RankIsReady(self.core.sizes(), b"")
         mine = worker.of_this_process()
         if mine is None:
             raise Unsupported("torpor's KV connector: torpor does not hold the engine's memory", "see docs/vllm.md")
