@@ -12,7 +12,7 @@
 namespace torpor {
 namespace {
 
-// Of version 1, where the system counts swap.
+// Version 1 has them where the kernel accounts for swap.
 constexpr const char* kMemoryAndSwap = "/memory.memsw.limit_in_bytes";
 constexpr const char* kMemoryAndSwapUsed = "/memory.memsw.usage_in_bytes";
 constexpr uint64_t kNoLimit = uint64_t{1} << 60;  // version 1 writes about 2^63 if there is no limit

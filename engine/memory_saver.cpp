@@ -146,7 +146,7 @@ uint64_t MemorySaver::trim(int device, std::span<const DeviceAddress> addresses)
     if (trimmed) {
       bytes += *trimmed;
     } else if (trimmed.error().code != Code::kNotFound && trimmed.error().code != Code::kFailedPrecondition) {
-      log().warn("memory that nothing uses stays with the device for now: {}", trimmed.error());
+      log().warn("memory that nothing uses was not given back to the device: {}", trimmed.error());
     }
   }
   return bytes;

@@ -187,7 +187,7 @@ Status RankMemory::free_soon(DeviceAddress address) {
   if (freed || freed.error().code == Code::kNotFound) return freed;
   left_.push_back(address);
   if (freed.error().code == Code::kFailedPrecondition) return ok();
-  log().warn("memory that was freed stays with the device for now: {}", freed.error());
+  log().warn("freed memory goes back to the device at the next free, sleep or wake: {}", freed.error());
   return ok();
 }
 

@@ -19,9 +19,10 @@ class FreeMemory : public testing::Test {
     boost::filesystem::create_directories(boost::filesystem::path(full).parent_path());
     std::ofstream(full) << text;
   }
-  void machine(uint64_t total, uint64_t available) const {
+  void machine(uint64_t total, uint64_t available, uint64_t swap = 0) const {
     write("/proc/meminfo", "MemTotal: " + std::to_string(total / kKiB) +
-                               " kB\nMemFree: 1 kB\nMemAvailable: " + std::to_string(available / kKiB) + " kB\n");
+                               " kB\nMemFree: 1 kB\nMemAvailable: " + std::to_string(available / kKiB) +
+                               " kB\nSwapFree: " + std::to_string(swap / kKiB) + " kB\n");
   }
   std::string root() const { return temporary_.path(); }
 
@@ -92,7 +93,7 @@ TEST_F(FreeMemory, TheSystemEndsNoProcessWhileThereIsSwapSpace) {
   EXPECT_EQ(memory_before_kill(root()), std::nullopt);
   machine(64 * kGiB, 60 * kGiB);
   EXPECT_EQ(memory_before_kill(root()), 60 * kGiB);
-  std::ofstream(root() + "/proc/meminfo", std::ios::app) << "SwapFree: " << 8 * kGiB / kKiB << " kB\n";
+  machine(64 * kGiB, 60 * kGiB, 8 * kGiB);
   EXPECT_EQ(memory_before_kill(root()), 68 * kGiB);
   write("/proc/self/cgroup", "0::/box\n");
   const std::string box = "/sys/fs/cgroup/box";
@@ -106,8 +107,7 @@ TEST_F(FreeMemory, TheSystemEndsNoProcessWhileThereIsSwapSpace) {
 }
 
 TEST_F(FreeMemory, AGroupOfTheFirstVersionSwapsAsMuchAsItsLimitOfBothLeaves) {
-  machine(64 * kGiB, 60 * kGiB);
-  std::ofstream(root() + "/proc/meminfo", std::ios::app) << "SwapFree: " << 8 * kGiB / kKiB << " kB\n";
+  machine(64 * kGiB, 60 * kGiB, 8 * kGiB);
   write("/proc/self/cgroup", "9:memory:/a\n");
   const std::string group = "/sys/fs/cgroup/memory/a";
   write(group + "/memory.limit_in_bytes", std::to_string(4 * kGiB));
@@ -125,8 +125,7 @@ TEST_F(FreeMemory, AGroupOfTheFirstVersionSwapsAsMuchAsItsLimitOfBothLeaves) {
 }
 
 TEST_F(FreeMemory, AGroupSwapsNoMoreThanThoseAboveItMay) {
-  machine(64 * kGiB, 60 * kGiB);
-  std::ofstream(root() + "/proc/meminfo", std::ios::app) << "SwapFree: " << 8 * kGiB / kKiB << " kB\n";
+  machine(64 * kGiB, 60 * kGiB, 8 * kGiB);
   write("/proc/self/cgroup", "0::/pod/box\n");
   write("/sys/fs/cgroup/pod/box/memory.max", std::to_string(4 * kGiB));
   write("/sys/fs/cgroup/pod/box/memory.current", std::to_string(kGiB));

@@ -75,7 +75,7 @@ class ContinuousCheckpoint : public SleepFailure {
     std::sort(names.begin(), names.end());
     return names;
   }
-  // Of the last phase of this name: the stop's, where one before it has the name, too.
+  // Return the last phase of this name. A phase before the stop may have the same name as one of the stop.
   static uint64_t phase_bytes(const SleepReport& report, std::string_view name) {
     const auto last = std::find_if(report.phases.rbegin(), report.phases.rend(),
                                    [&](const Phase& phase) { return phase.name == name; });

@@ -343,7 +343,7 @@ def test_trainers_load_weights_straight_into_the_model(one, weights, other_model
 
 
 class Transfer:
-    """A backend of vLLM's weight transfer that calls no load_weights(), as sparse_nccl. It counts what it is told."""
+    """A backend of vLLM's weight transfer that calls no load_weights(), as sparse_nccl. It counts calls."""
 
     def __init__(self):
         self.begun = self.received = 0

@@ -196,7 +196,7 @@ def main() -> None:
     )
     parser.add_argument("--sizes", action="store_true")
     parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--only", type=some_of(list(contestants(1))), help="contestants, by name")
+    parser.add_argument("--only", type=some_of(list(contestants(1))), help="contestants to measure")
     parser.add_argument("--serve", action="store_true")
     parser.add_argument("--serve-tokens", type=count, default=1024, help="of a prompt")
     parser.add_argument("--serve-at-once", type=count, default=8)

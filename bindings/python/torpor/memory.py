@@ -44,7 +44,7 @@ _postponed = False  # whether a pool would have ended if nobody had been allocat
 
 @contextmanager
 def scope(tag: str, keep: bool = True, *, engine: bool = False) -> Iterator[None]:
-    """What this thread allocates through torpor belongs to `tag`. keep=False: it comes back without content.
+    """Give `tag` to what this thread allocates through torpor. keep=False: its memory comes back without content.
 
     engine: the tag is an engine's, which a program shares its process with. Calls for all tags leave it alone. Raises
     WrongState for a tag that has memory of the other kind.

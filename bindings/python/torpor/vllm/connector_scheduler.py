@@ -308,8 +308,8 @@ class SchedulerSide:
         return True
 
     def new_weights(self) -> None:
-        """What others computed is found again with those only."""
-        if self.core is not None:
+        """Begin a namespace: what others computed is found again with those weights only."""
+        if self.core is not None and not self.begins_namespace():
             self._space = (self.core.reset(), self._word, self._shared_word)
 
     def begins_namespace(self) -> bool:

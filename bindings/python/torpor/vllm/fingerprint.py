@@ -58,8 +58,8 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_
 
 
 def _of_encoder_inputs(model) -> dict[str, str]:
-    """What decides which KV an image, a sound or a video has, besides its content and what its request says: by digest.
-    Only of models that take such inputs."""
+    """Return a digest of what decides about the KV of images, sounds and videos besides content and request.
+    Nothing for a model that takes none."""
     if (config := getattr(model, "multimodal_config", None)) is None:
         return {}
     if id(config) not in _digests:
@@ -79,7 +79,7 @@ def _of_encoder_inputs(model) -> dict[str, str]:
 
 
 def _processor_file(model, name: str) -> object:
-    """The content of a file of the model's, or None; from the local disk only, where vLLM has put it by now."""
+    """Return the content of a file of the model's, or None. vLLM has put it on the local disk by now."""
     path = try_get_local_file(model=model.model, file_name=name, revision=model.revision)
     if not isinstance(path, Path):
         return None

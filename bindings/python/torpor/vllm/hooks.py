@@ -151,7 +151,8 @@ class VllmHooks:
             connector_sleep.finish_transfers(self.core, side, deadline, everything)
 
     def finish_stores(self, timeout: float | None) -> None:
-        """Of an engine that stands still already, before it sleeps to disk: see leaves_host_memory()."""
+        """Wait until all blocks of the KV connector are stored. The engine stands still, and is about to sleep to disk
+        (leaves_host_memory())."""
         self._finish_transfers(None if timeout is None else time.monotonic() + timeout, everything=True)
 
     def leaves_host_memory(self) -> bool:
@@ -266,8 +267,8 @@ class VllmHooks:
         return self._stands_since
 
     def end_pause(self) -> None:
-        """Of an engine that sleeps, and was not asked to keep its requests: the wake ends a pause from before too, as
-        vLLM's wake_up() does."""
+        """Let the wake end a pause from before the sleep, as vLLM's wake_up() does. The engine sleeps, and keeps no
+        requests."""
         self.wanted_pause = PauseState.UNPAUSED
         pauses.turn_away(self.core, False)
 

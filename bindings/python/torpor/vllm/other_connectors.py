@@ -213,14 +213,14 @@ class OtherConnector:
             self._registered = True
 
     def _register(self) -> str | None:
-        """Register the KV cache on all ranks, and tell the scheduler's connector so: peers ask that one. Return why it
-        failed."""
+        """Register the KV cache on all ranks, and hand its metadata to the scheduler's connector, which peers ask.
+        Return why it failed."""
         if problem := self._call_ranks("restore_kv_caches"):
             return problem
         try:
             self._core._set_kv_connector_handshake_metadata()
         except Exception as error:
-            logger.exception("what peers are told of the KV cache is that of before")
+            logger.exception("peers still have the registration of the KV cache from before the sleep")
             return f"its metadata for peers: {type(error).__name__}: {error}"
         return None
 

@@ -108,7 +108,7 @@ class RecordedInputs:
 
 
 def engine_options(vllm_config) -> dict:
-    """What an engine needs to answer as this one does, as arguments of vLLM's LLM; and NOT_GIVEN, where it has some."""
+    """Return arguments of vLLM's LLM with which an engine answers as this one does; and NOT_GIVEN, if it has some."""
     options = {name: item for name, value in ENGINE_OPTIONS.items() if (item := value(vllm_config)) is not None}
     names = not_given(vllm_config)
     for name in names:
@@ -183,7 +183,7 @@ ENGINE_OPTIONS: dict[str, Callable[[Any], Any]] = {
     "enable_trace_replay": lambda config: getattr(config.model_config, "enable_trace_replay", None) or None,
     "use_fp64_gumbel": lambda config: getattr(config.model_config, "use_fp64_gumbel", None) or None,
 }
-NOT_GIVEN = "not_given"  # beside them
+NOT_GIVEN = "not_given"  # the key of not_given() beside them
 
 
 def _name_of(request) -> str:

@@ -191,7 +191,7 @@ class WorkerMixin(Stock):
         )
 
     def torpor_sync_blocks(self) -> None:
-        """What torpor's connector was told to store is as safe as was asked for."""
+        """Wait until torpor's connector has stored its blocks, as durably as its options say."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         get_kv_transfer_group().worker.wait()

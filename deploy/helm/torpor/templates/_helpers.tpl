@@ -24,8 +24,10 @@ Each template begins with this. Only added values are here: one that a user has 
 {{- define "torpor.added" -}}
 {{- $key := dict "existingSecret" "" "key" "key" -}}
 {{- $torpor := dict "onDisconnect" "abort" "gpuPreserveState" true -}}
-{{- $tables := dict "keyFile" $key "torpor" $torpor "serviceMonitor" (dict "labels" dict) "prometheusRule" (dict "labels" dict) -}}
-{{- $others := dict "imagePullSecrets" list "serviceAccountName" "" "initContainers" list "extraVolumes" list "extraVolumeMounts" list -}}
+{{- $labelled := dict "serviceMonitor" (dict "labels" dict) "prometheusRule" (dict "labels" dict) -}}
+{{- $tables := merge (dict "keyFile" $key "torpor" $torpor) $labelled -}}
+{{- $others := dict "imagePullSecrets" list "serviceAccountName" "" -}}
+{{- $others = merge $others (dict "initContainers" list "extraVolumes" list "extraVolumeMounts" list) -}}
 {{- range $name, $defaults := $tables -}}
 {{- if not (hasKey $.Values $name) -}}{{- $_ := set $.Values $name dict -}}{{- end -}}
 {{- range $key, $value := $defaults -}}
