@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "allocator/cuda/cuda_device.h"
+#include "allocator/prefault.h"
 #include "base/units.h"
 #include "tests/support/fake_cuda_driver.h"
 #include "tests/support/results.h"

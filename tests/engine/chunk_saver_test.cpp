@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "allocator/host_device.h"
+#include "allocator/sleep_allocator.h"
 #include "base/units.h"
 #include "offload/host_tier.h"
 #include "tests/support/results.h"

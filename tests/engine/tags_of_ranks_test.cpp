@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A tag that one rank has and another does not, and a tag whose last region goes while an operation is under way.
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "tests/engine/sleep_failure.h"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that a bench's options refuse."""
+"""Options of benches: values that they refuse, what documents name, and the smallest shape of each, which runs."""
 
 from __future__ import annotations
 
