@@ -28,12 +28,13 @@ struct HostArena::Impl {
   using Range = ArenaRanges::Range;
   using Slabs = std::map<std::byte*, ArenaSlab>;
 
-  HostArenaOptions options;
-  mutable Mutex mutex;  // not held while memory is taken, touched, pinned, unpinned or given back
-  CondVar changed;      // memory was added, returned or given back to the system
+  HostArenaOptions options;  // but for the budget
+  mutable Mutex mutex;       // not held while memory is taken, touched, pinned, unpinned or given back
+  CondVar changed;           // memory was added, returned or given back to the system
   Slabs slabs TORPOR_GUARDED_BY(mutex);
   ArenaRanges ranges TORPOR_GUARDED_BY(mutex);  // of the slabs
-  uint64_t held TORPOR_GUARDED_BY(mutex) = 0;   // of slabs, and of memory that is being prefaulted
+  uint64_t budget TORPOR_GUARDED_BY(mutex) = 0;
+  uint64_t held TORPOR_GUARDED_BY(mutex) = 0;  // of slabs, and of memory that is being prefaulted
   uint64_t used TORPOR_GUARDED_BY(mutex) = 0;
   uint64_t unpinned TORPOR_GUARDED_BY(mutex) = 0;
   uint64_t pin_later TORPOR_GUARDED_BY(mutex) = 0;  // slabs that wait for another try to pin them
@@ -56,14 +57,12 @@ struct HostArena::Impl {
   uint64_t missing(uint64_t bytes) const TORPOR_REQUIRES(mutex) {
     return bytes > free_bytes() ? align_up(bytes - free_bytes(), kPage) : 0;
   }
-  bool over_budget(uint64_t more) const TORPOR_REQUIRES(mutex) {
-    return options.budget_bytes != 0 && held + more > options.budget_bytes;
-  }
+  bool over_budget(uint64_t more) const TORPOR_REQUIRES(mutex) { return budget != 0 && held + more > budget; }
   Error no_budget(uint64_t bytes) const TORPOR_REQUIRES(mutex) {
     return Error{
         .code = Code::kResourceExhausted,
         .what = fmt::format("host memory for saved bytes: {} more wanted, {} of the budget of {} are held, {} in use",
-                            bytes, held, options.budget_bytes, used),
+                            bytes, held, budget, used),
         .next_step = "raise arena_budget_bytes, or sleep to disk"};
   }
 
@@ -348,6 +347,7 @@ Result<std::unique_ptr<HostArena>> HostArena::create(HostArenaOptions options) {
   }
   std::unique_ptr<HostArena> arena(new HostArena(options));
   const MutexLock lock(arena->impl_->mutex);
+  arena->impl_->budget = options.budget_bytes;
   arena->impl_->method.threads = options.prefault_threads;
   if (options.pin_for != nullptr) arena->impl_->numa.node = options.pin_for->host_numa_node();
   return arena;
@@ -502,9 +502,14 @@ void HostArena::ask_when_short(GiveUp give_up) {
   impl_->give_up.swap(give_up);
 }
 
+void HostArena::set_budget(uint64_t bytes) {
+  const MutexLock lock(impl_->mutex);
+  impl_->budget = bytes;
+}
+
 HostArenaInfo HostArena::info() const {
   const MutexLock lock(impl_->mutex);
-  return {.budget_bytes = impl_->options.budget_bytes,
+  return {.budget_bytes = impl_->budget,
           .held_bytes = impl_->held - impl_->growing - impl_->coming,
           .used_bytes = impl_->used,
           .unpinned_bytes = impl_->unpinned,

@@ -137,6 +137,7 @@ class HostArena {
   // Give unused slabs back to the system while more than `keep_bytes` are held, and leave at least `leave_free` bytes
   // of unused memory if there are as many. Return the number of bytes given back.
   uint64_t trim(uint64_t keep_bytes = 0, uint64_t leave_free = 0);
+  void set_budget(uint64_t bytes);  // 0: no limit. What is held above it stays until trim()
   HostArenaInfo info() const;
 
  private:

@@ -83,16 +83,24 @@ void bind_memory(py::module_& module) {
       "memory_of",
       [](int device, const py::dict& dict) {
         RankMemoryOptions options = rank_memory_options_from(dict);
+        options.prefault_waits = true;  // the engine loads weights and captures CUDA graphs first
+        bool made_here = false;
         const auto make = [&](int ordinal) -> Result<std::unique_ptr<RankMemory>> {
+          made_here = true;
           TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<DeviceMemory> made, make_process_device(ordinal));
-          options.prefault_waits = made->kind() != "host";  // the engine captures CUDA graphs first
+          options.prefault_waits = made->kind() != "host";
           return RankMemory::create(std::move(made), module_files(), options);
         };
-        return value_or_raise(without_lock([&] { return memory_saver().memory_of(device, make); }));
+        return value_or_raise(without_lock([&]() -> Result<RankMemory*> {
+          TORPOR_ASSIGN_OR_RETURN(RankMemory* const memory, memory_saver().memory_of(device, make));
+          if (!made_here) TORPOR_RETURN_IF_ERROR(memory->apply(options));
+          return memory;
+        }));
       },
       py::arg("device"), py::arg("options"), py::return_value_policy::reference,
-      "The RankMemory that torch's allocations on this device come from; made with these options if there is none "
-      "yet. On a GPU it brings up no host memory before start_prefault().");
+      "The RankMemory that torch's allocations on this device come from; made with these options if there is none yet, "
+      "else they apply to it, but for copy_threads and the size of deferred jobs. On a GPU it brings up no host memory "
+      "before start_prefault().");
   module.def(
       "memory_saved",
       [](uint64_t address, uint64_t bytes) {

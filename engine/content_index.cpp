@@ -7,9 +7,8 @@
 
 namespace torpor {
 
-ContentIndex::ContentIndex(const DeviceMemory& device, const SleepAllocator& allocator, HostArena& arena,
-                           uint64_t retain_bytes)
-    : tags_(device, allocator), arena_(arena), retain_bytes_(retain_bytes) {
+ContentIndex::ContentIndex(const DeviceMemory& device, const SleepAllocator& allocator, HostArena& arena)
+    : tags_(device, allocator), arena_(arena) {
   arena_.ask_when_short([retained = retained_](uint64_t bytes) { return retained->give_up(bytes); });
 }
 

@@ -38,8 +38,8 @@ struct BlocksInStore {
 
 class ContentIndex {
  public:
-  // All outlive this object. `retain_bytes`: the most bytes that retain() keeps.
-  ContentIndex(const DeviceMemory& device, const SleepAllocator& allocator, HostArena& arena, uint64_t retain_bytes);
+  // All outlive this object.
+  ContentIndex(const DeviceMemory& device, const SleepAllocator& allocator, HostArena& arena);
   ~ContentIndex();
 
   // --- tags without blocks ---
@@ -83,8 +83,8 @@ class ContentIndex {
   RetainedBlocks::Taken take_retained(std::span<const int32_t> blocks, std::span<const BlockContent> contents) const {
     return retained_->take(blocks, contents);
   }
-  // Retain these blocks in place of what is retained now, up to `retain_bytes`.
-  void retain(RetainedBlocks::Blocks blocks) { retained_->keep(std::move(blocks), retain_bytes_); }
+  // Retain these blocks in place of what is retained now, up to `most_bytes`.
+  void retain(RetainedBlocks::Blocks blocks, uint64_t most_bytes) { retained_->keep(std::move(blocks), most_bytes); }
   uint64_t retained_bytes() const { return retained_->bytes(); }
   void release_retained() noexcept { retained_->clear(); }
   // Return the blocks of the newest checkpoint and of the one before it.
@@ -95,7 +95,6 @@ class ContentIndex {
   TagContents tags_;
   bool weights_unwritten_ = false;
   HostArena& arena_;
-  const uint64_t retain_bytes_;
   const std::shared_ptr<RetainedBlocks> retained_ = std::make_shared<RetainedBlocks>();
   StoredBlocks stored_;
   std::weak_ptr<HostStore> host_store_;

@@ -12,13 +12,14 @@
 #include <string>
 #include <string_view>
 
+#include "engine/rank_parts.h"
 #include "offload/chunk.h"
 
 namespace torpor {
 
 class PackedShares {
  public:
-  explicit PackedShares(Codec codec) : codec_(codec) {}  // of chunks in the arena
+  explicit PackedShares(const RankParts& parts) : codec_(parts.host_codec) {}
 
   // Return how many bytes of the arena `bytes` of the tag are expected to need.
   uint64_t held_for(std::string_view tag, uint64_t bytes) const {
@@ -46,7 +47,7 @@ class PackedShares {
   static constexpr uint64_t kUsualShare = 784;  // of bf16 values; less than 768 is impossible
   static constexpr uint64_t kShareMargin = 16;  // added to a known share, as other content may need more
 
-  const Codec codec_;
+  const Codec& codec_;                                   // of chunks in the arena; an engine's options may change it
   std::map<std::string, uint64_t, std::less<>> shares_;  // by tag
 };
 

@@ -70,19 +70,29 @@ RankMemory::~RankMemory() {
   device_.release();
 }
 
+namespace {
+
+Status packs_host_memory(Codec codec) {
+  if (codec == Codec::kNone || codec == Codec::kBf16) return ok();
+  return Error{.code = Code::kInvalidArgument,
+               .what = fmt::format("host memory cannot be compressed with {}", name(codec)),
+               .next_step = "use bf16, or none"};
+}
+
+uint64_t staging_of(const RankMemoryOptions& options, uint64_t budget) {
+  return std::min(options.spill_staging_bytes, budget / 4);
+}
+
+}  // namespace
+
 Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMemory> device, FileSystem& file_system,
                                                        RankMemoryOptions options) {
-  if (options.host_compression != Codec::kNone && options.host_compression != Codec::kBf16) {
-    return Error{.code = Code::kInvalidArgument,
-                 .what = fmt::format("host memory cannot be compressed with {}", name(options.host_compression)),
-                 .next_step = "use bf16, or none"};
-  }
+  TORPOR_RETURN_IF_ERROR(packs_host_memory(options.host_compression));
   const bool other_memory = device->kind() != "host";
   if (!options.keep_backup) options.keep_backup = false;
   if (!options.retain_kv_bytes) options.retain_kv_bytes = other_memory ? UINT64_MAX : 0;
   if (!options.arena_keep_bytes) options.arena_keep_bytes = other_memory || *options.keep_backup ? UINT64_MAX : 0;
   if (!options.free_memory) options.free_memory = [] { return memory_before_kill(); };
-  options.spill_staging_bytes = std::min(options.spill_staging_bytes, options.arena_budget_bytes / 4);
   std::unique_ptr<RankMemory> memory(new RankMemory(std::move(device), options));
   TORPOR_ASSIGN_OR_RETURN(memory->arena_, HostArena::create({.budget_bytes = options.arena_budget_bytes,
                                                              .slab_bytes = options.arena_slab_bytes,
@@ -112,13 +122,14 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
                                             .spill_dir = options.spill_dir,
                                             .key = options.key,
                                             .encrypt = options.encrypt,
-                                            .spill_staging_bytes = options.spill_staging_bytes,
+                                            .spill_staging_bytes = staging_of(options, options.arena_budget_bytes),
                                             .deferred_job_bytes = options.deferred_job_bytes,
                                             .deferred_thread = options.deferred_thread && options.own_threads,
                                             .own_threads = options.own_threads});
   memory->prefault_waiting_ = options.arena_prefault_bytes.value_or(0);
   if (!options.prefault_headroom) options.prefault_headroom = [] { return spare_memory(); };
-  if (!options.arena_prefault_bytes && other_memory)
+  memory->prefault_wanted_ = !options.arena_prefault_bytes;
+  if (other_memory)
     memory->prefault_ =
         std::make_unique<BackgroundPrefault>(*memory->arena_, std::move(options.prefault_headroom), /*waits=*/true);
   auto images = std::make_unique<RegionImages>(*memory->parts_);
@@ -130,9 +141,28 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
   return memory;
 }
 
+Status RankMemory::apply(const RankMemoryOptions& options) {
+  TORPOR_RETURN_IF_ERROR(packs_host_memory(options.host_compression));
+  const MutexLock lock(mutex_);
+  if (options.arena_budget_bytes != 0) arena_->set_budget(options.arena_budget_bytes);
+  if (options.keep_backup) parts_->keep_backup = *options.keep_backup;
+  if (options.arena_keep_bytes) parts_->arena_keep_bytes = *options.arena_keep_bytes;
+  if (options.retain_kv_bytes) parts_->retain_kv_bytes = *options.retain_kv_bytes;
+  if (options.host_compression != Codec::kNone) parts_->host_codec = options.host_compression;
+  parts_->rank = options.rank;
+  parts_->spill_dir = options.spill_dir;
+  parts_->key = options.key;
+  parts_->encrypt = options.encrypt;
+  parts_->spill_staging_bytes = staging_of(options, arena_->info().budget_bytes);
+  prefault_waiting_ = options.arena_prefault_bytes.value_or(0);
+  prefault_wanted_ = !options.arena_prefault_bytes;
+  if (!options.prefault_waits) start_prefault();
+  return ok();
+}
+
 void RankMemory::start_prefault() {
   if (const uint64_t bytes = prefault_waiting_.exchange(0); bytes > 0) arena_->prefault_in_background(bytes);
-  if (prefault_ != nullptr) prefault_->start();
+  if (prefault_ != nullptr && prefault_wanted_) prefault_->start();
 }
 
 void RankMemory::end_prefault() noexcept {
@@ -352,7 +382,7 @@ void RankMemory::publish(const RankLedger& ledger) const noexcept {
                                   .from = static_cast<uint8_t>(what),
                                   .to = where,
                                   .request = tag,
-                                  .transfer = static_cast<uint64_t>(options_.rank),
+                                  .transfer = static_cast<uint64_t>(rank()),
                                   .a = bytes,
                                   .b = of});
   };

@@ -92,6 +92,10 @@ class RankMemory {
                                                     RankMemoryOptions options = {});
   ~RankMemory();
 
+  // Apply the options of an engine that comes into this memory, which allocations of its program may have made before.
+  // The rank, key, encryption and directory of the spill file are as the options say; of the others, those they give.
+  // Handles, slabs, threads and the sizes of deferred jobs stay as they are. kInvalidArgument: as create().
+  Status apply(const RankMemoryOptions& options);
   // Allocate a zeroed region. Its address is valid for the life of this object, its bytes while its tag is attached.
   Result<DeviceAddress> allocate(std::string_view tag, std::string_view name, uint64_t size_bytes);
   // Note that `tag` is of a program that shares this memory with an engine, or not: replies to orders leave it out.
@@ -158,7 +162,7 @@ class RankMemory {
   RegionImages& images() TORPOR_REQUIRES(mutex_) { return *images_; }
   const SleepAllocator& allocator() const { return *allocator_; }
   DeviceMemory& device() { return *device_; }
-  int32_t rank() const { return options_.rank; }
+  int32_t rank() const { return parts_->rank; }
   Status same_process() const;
   Mutex& mutex() const TORPOR_RETURN_CAPABILITY(mutex_) { return mutex_; }
 
@@ -174,12 +178,13 @@ class RankMemory {
   // Made by create(). Members without a guard are safe from any thread.
   std::unique_ptr<DeviceMemory> device_;
   std::unique_ptr<HostArena> arena_;
-  std::unique_ptr<BackgroundPrefault> prefault_;  // null: there is none
+  std::unique_ptr<BackgroundPrefault> prefault_;  // null: the device has no memory of its own
+  std::atomic<bool> prefault_wanted_ = false;     // by the options
   std::atomic<uint64_t> prefault_waiting_ = 0;    // bytes that start_prefault() will ask for
   std::unique_ptr<SleepAllocator> allocator_;
   std::unique_ptr<TransferEngine> transfers_;
   std::unique_ptr<BlockingTransfers> blocking_transfers_;
-  std::unique_ptr<const RankParts> parts_;
+  std::unique_ptr<RankParts> parts_;
   std::unique_ptr<RegionImages> images_ TORPOR_PT_GUARDED_BY(mutex_);
   std::unique_ptr<NamedWeights> named_weights_ TORPOR_PT_GUARDED_BY(mutex_);
   std::unique_ptr<RankSteps> steps_ TORPOR_PT_GUARDED_BY(mutex_);

@@ -2,7 +2,7 @@
 // RankParts: what all parts of one rank's memory work with: its device, allocator, arena, transfers and options.
 //
 // Owner: RankMemory. The objects behind its references outlive it; all objects that refer to it end before it. Options:
-// see RankMemoryOptions.
+// see RankMemoryOptions; RankMemory::apply() changes those that an engine gives, under its lock.
 #pragma once
 
 #include <cstdint>

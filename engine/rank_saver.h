@@ -25,7 +25,7 @@ namespace torpor {
 class RankSaver {
  public:
   RankSaver(const RankParts& parts, RegionImages& images)  // both outlive it
-      : parts_(parts), images_(images), shares_(parts.host_codec), checkpoint_(parts, images) {}
+      : parts_(parts), images_(images), shares_(parts), checkpoint_(parts, images) {}
 
   // Copy the tags' content into images. Clean images in the arena are kept as they are. After an error call
   // RegionImages::forget_saved().

@@ -14,9 +14,7 @@
 namespace torpor {
 
 RegionImages::RegionImages(const RankParts& parts)
-    : parts_(parts),
-      chunks_(parts.allocator),
-      index_(parts.device, parts.allocator, parts.arena, parts.retain_kv_bytes) {}
+    : parts_(parts), chunks_(parts.allocator), index_(parts.device, parts.allocator, parts.arena) {}
 
 // --- the content of the device ---
 
@@ -162,7 +160,8 @@ void RegionImages::retain(TagImage& image) noexcept {
     image.contents.resize(saved);
     TORPOR_RETURN_IF_ERROR(image.host->finish());
     index_.retain(
-        {.host = std::move(image.host), .chunks = std::move(image.chunks), .contents = std::move(image.contents)});
+        {.host = std::move(image.host), .chunks = std::move(image.chunks), .contents = std::move(image.contents)},
+        parts_.retain_kv_bytes);
     return ok();
   });
 }

@@ -9,6 +9,7 @@
 #include "tests/support/faulty_device.h"
 #include "tests/support/rank_call.h"
 #include "tests/support/results.h"
+#include "tests/support/temporary_directory.h"
 
 namespace torpor {
 namespace {
@@ -142,6 +143,26 @@ TEST_F(MemorySaverTest, WhatASleepOrTheDeviceRefusesToFreeIsFreedLater) {
   EXPECT_EQ(value_of(memory_.sleep({})).copied_bytes, 2 * kMiB);
   ASSERT_SUCCEEDS(memory_.wake({}));
   ASSERT_SUCCEEDS(memory_.free_soon(0, used));
+}
+
+TEST_F(MemorySaverTest, MemoryThatAProgramMadeTakesTheOptionsOfItsEngine) {
+  const test::TemporaryDirectory directory;
+  const DeviceAddress address = value_of(memory_.allocate(0, 8 * kMiB));
+  std::memset(at(address), 7, 8 * kMiB);
+  RankMemory& rank = *value_of(memory_.memory_of(0));
+  const auto budget = [&] { return rank.ledger().arena_budget_bytes; };
+  ASSERT_SUCCEEDS(rank.apply({.rank = 3, .arena_budget_bytes = 4 * kMiB}));
+  EXPECT_EQ(rank.rank(), 3);  // which need not be the device's number
+  EXPECT_EQ(budget(), 4 * kMiB);
+  EXPECT_FAILS(memory_.sleep({}), Code::kResourceExhausted, "of the budget of 4194304");
+  ASSERT_SUCCEEDS(rank.apply({.spill_dir = directory.path()}));
+  EXPECT_EQ(budget(), 4 * kMiB);  // as these options give none
+  ASSERT_SUCCEEDS(memory_.sleep({}));
+  EXPECT_FAILS(rank.apply({.host_compression = Codec::kZstd}), Code::kInvalidArgument, "compressed with zstd");
+  ASSERT_SUCCEEDS(rank.apply({}));  // what sleeps is in a file all the same
+  ASSERT_SUCCEEDS(memory_.wake({}));
+  EXPECT_EQ(at(address)[8 * kMiB - 1], std::byte{7});
+  EXPECT_FALSE(memory_.sleep({}));  // without the file
 }
 
 TEST_F(MemorySaverTest, AnEngineAndItsProgramLeaveTheTagsOfTheOtherAlone) {

@@ -191,6 +191,14 @@ def test_what_vllm_asks_of_a_sleep_mode_backend():
         memory.free(address)
 
 
+def test_memory_of_a_program_takes_the_options_of_its_engine(tag):
+    with memory.scope(tag):
+        address = memory.allocate(70_000)
+    _core.memory_of(0, {"arena_budget_bytes": 1 << 40})
+    assert memory.ledger()[0]["arena_budget_bytes"] == 1 << 40
+    memory.free(address)
+
+
 def test_an_engine_and_its_program_leave_the_memory_of_the_other_alone(tag):
     from torpor.torch_memory_saver import torch_memory_saver
     from torpor.vllm import gpu_allocator

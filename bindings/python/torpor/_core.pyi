@@ -537,7 +537,8 @@ def memory_mark_dirty(tags: Sequence[str]) -> None: ...
 
 def memory_of(device: int, options: dict) -> RankMemory:
     """The RankMemory that torch's allocations on this device come from; made with these options if there is none
-    yet. On a GPU it brings up no host memory before start_prefault().
+    yet, else they apply to it, but for copy_threads and the size of deferred jobs. On a GPU it brings up no host
+    memory before start_prefault().
     """
 
 def memory_plan_sleep(tags: Sequence[str], keep: Sequence[str] | None) -> dict: ...

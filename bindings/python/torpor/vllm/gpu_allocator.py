@@ -103,7 +103,7 @@ class TorporAllocator:
 
 
 def check_alone(device: int) -> None:
-    """Before an engine loads its weights: raise Unsupported if another one of this process has memory on the device, or
+    """Before an engine takes memory: raise Unsupported if another one of this process has memory on the device, or
     the program a region with a name that the engine needs.
 
     Tags have plain names, so a sleep of one would take the other's memory too. vLLM's own allocator refuses it as well.

@@ -35,7 +35,9 @@ class GpuWorkerMemory(WorkerMemory):
 
     def __init__(self, device: torch.device, options: dict, preserved_parameters: Sequence[str] = ()):
         """preserved_parameters: patterns of names that keep their content where the weights are dropped."""
-        self.rank_memory = _core.memory_of(device.index or 0, options)
+        ordinal = device.index or 0
+        check_alone(ordinal)  # before the memory gets these options
+        self.rank_memory = _core.memory_of(ordinal, options)
         self.new_weights = 0
         self.kv_is_bf16 = False
         self._preserved_parameters = preserved_parameters
@@ -52,7 +54,6 @@ class GpuWorkerMemory(WorkerMemory):
             with TorporAllocator.get_instance().use_memory_pool(tag):
                 yield
             return
-        check_alone(model_runner.device.index or 0)
         # The first product of matrices makes cuBLAS take a workspace: not among the weights.
         torch.ones((1, 1), device=model_runner.device).mm(torch.ones((1, 1), device=model_runner.device))
         # vLLM makes the sampler, adapters' slots and a draft model there too. Requests write into them, so they are no
