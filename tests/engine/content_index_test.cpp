@@ -23,7 +23,7 @@ class ContentIndexTest : public ::testing::Test {
         allocator_(value_of(SleepAllocator::create(*device_, {.handle_bytes = 64 * kKiB}))),
         arena_(value_of(HostArena::create({.budget_bytes = 64 * kKiB, .slab_bytes = 64 * kKiB}))),
         weights_(value_of(allocator_->allocate(kWeights, "w", 64 * kKiB))),
-        index_(*device_, *allocator_, *arena_, 3 * kBlock) {}
+        index_(*device_, *allocator_, *arena_) {}
   char* weights() { return reinterpret_cast<char*>(weights_); }  // NOLINT(performance-no-int-to-ptr)
   void retain(std::initializer_list<std::pair<int32_t, uint64_t>> blocks) {
     RetainedBlocks::Blocks all{.host = std::make_unique<HostTier>(*arena_), .chunks = {}, .contents = {}};
@@ -34,7 +34,7 @@ class ContentIndexTest : public ::testing::Test {
       all.chunks.push_back(chunk);
       all.contents.push_back({.version = version});
     }
-    index_.retain(std::move(all));
+    index_.retain(std::move(all), 3 * kBlock);
   }
   uint64_t used() const { return arena_->info().used_bytes; }
   const std::string kWeights = std::string(kWeightsTag);
