@@ -2,12 +2,14 @@
 """The screens of the console, driven key by key: over a recording, and over a made-up engine that is really stopped."""
 
 import asyncio
+import contextlib
 import json
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -200,13 +202,18 @@ def test_readonly_sends_nothing(recording, monkeypatch):
 @pytest.fixture
 def mock(monkeypatch):
     monkeypatch.setenv("TORPOR_BINARY", str(BINARY))
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        engine = subprocess.Popen([BINARY, "mock", directory], stdout=subprocess.PIPE)
-        engine.stdout.readline()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory, made_up_engine(directory):
         yield directory
-        engine.terminate()
-        engine.wait()
-        engine.stdout.close()
+
+
+@contextlib.contextmanager
+def made_up_engine(directory):
+    engine = subprocess.Popen([BINARY, "mock", directory], stdout=subprocess.PIPE)
+    engine.stdout.readline()
+    yield engine
+    engine.terminate()
+    engine.wait()
+    engine.stdout.close()
 
 
 def test_an_engine_is_stopped_stepped_and_let_go_by_keys(mock):
@@ -240,6 +247,94 @@ def stop_step_and_let_go(directory):
 
     drive(app, [until(False), "p", asks, "n", asks, "p", "p", until(True), "n", "c", until(False)])
     assert shown == [False, True, False] and app.said == ""
+
+
+def test_keys_act_on_the_engine_that_is_shown_and_not_on_the_newest(mock):
+    with made_up_engine(mock) as newest:
+        app, pids = Console(Live(mock)), []
+        there = until(app, lambda: len(app.processes) == 2)
+
+        def choose():
+            if app.process["pid"] == newest.pid:
+                app.action_process()
+            pids.append(app.process["pid"])
+
+        def another_goes_ahead():
+            [other] = [each for each in app.processes if each["pid"] == newest.pid]
+            other["steps"]["seen"] += 1 << 40
+            pids.append(app.process["pid"])
+
+        drive(app, [there, choose, "p", "p", another_goes_ahead, "tab", lambda: pids.append(app.process["pid"]), "p"])
+        assert pids[0] == pids[1] != newest.pid == pids[2]
+        assert "the same key again" in app.said  # the other engine is asked about anew
+        began = [line for line in torpor_events(mock) if line.split()[-1] == "begun"]
+        assert len(began) == 1
+        with torpor.console.connect(Path(mock) / f"{newest.pid}-mock-0.sock") as engine:
+            assert engine.events(types="stop,control")["events"] == []
+
+
+class Connection:
+    """In place of one to an engine: what was asked. A slow call is answered when it is let go."""
+
+    let_go: threading.Event
+    made: list["Connection"]
+
+    def __init__(self, path, timeout):
+        self.path, self.timeout = str(path), timeout
+        self.calls, self.closed = [], False
+        self.made.append(self)
+
+    def call(self, method, /, **params):
+        self.calls.append((method, params))
+        if method == "transfer.wait" and not self.let_go.wait(0.1 if self.timeout is not None else SECONDS):
+            raise TimeoutError("timed out")
+        if method == "record.start":
+            raise errors.TimedOut("the disk is slow", "wait")
+        return {"asked of": self.path}
+
+    def close(self):
+        self.closed = True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+@pytest.fixture
+def connections(recording, monkeypatch):
+    """Those that the screens of the recording made, as if its engine lived."""
+    monkeypatch.setattr(Connection, "let_go", threading.Event(), raising=False)
+    monkeypatch.setattr(Connection, "made", [], raising=False)
+    monkeypatch.setattr(torpor.console, "connect", Connection)
+    yield Connection.made
+    Connection.let_go.set()
+
+
+def test_a_slow_call_holds_up_neither_the_screen_nor_the_stop_of_its_user(recording, connections):
+    app, seen = Console(recording), []
+
+    def note():
+        seen.append((app.said, connections[0].closed))
+
+    wait = ["colon", *"transfer.wait", "space", *"candidate=3", "enter", note]
+    answered = [Connection.let_go.set, until(app, lambda: "asked of" in app.said), note]
+    drive(app, ["p", "p", *wait, "c", *answered])
+    assert seen[0] == ("transfer.wait: under way", False) and seen[1][0].startswith("transfer.wait: {")
+    stopped, waited = connections
+    assert [method for method, _ in stopped.calls] == ["pause", "resume"]
+    assert waited.calls == [("transfer.wait", {"candidate": 3.0})]
+    assert stopped.path == waited.path == recording.snapshot["processes"][0]["path"].replace(".events", ".sock")
+
+
+def test_an_error_that_an_engine_answers_does_not_end_its_stop(recording, connections):
+    app = Console(recording)
+    said = []
+    drive(app, ["p", "p", "colon", *"record.start", "space", *"method=x", "enter", lambda: said.append(app.said), "c"])
+    assert "the disk is slow" in said[0]
+    [connection] = connections
+    assert connection.calls[1] == ("record.start", {"method": "x"}) and connection.calls[2][0] == "resume"
 
 
 def torpor_events(directory, kind: str = "stop") -> list[str]:
@@ -495,7 +590,7 @@ def test_processes_that_have_ended_are_hidden_until_asked_for_and_their_lints_ar
         seen.append((app.process["pid"], str(app.query_one("#top").content)))
 
     drive(app, [look, "tab", look, "d", look, "tab", look], (80, 24))
-    assert [pid for pid, _ in seen] == [77, 77, dead["pid"], 77]
+    assert [pid for pid, _ in seen] == [77, 77, 77, dead["pid"]]
     assert "1 ended (d)" in seen[0][1] and "failed operation" in seen[0][1] and "ended (d)" not in seen[2][1]
 
 

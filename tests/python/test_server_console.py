@@ -7,15 +7,18 @@ import json
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from conftest import result_of
+from inspector import BINARY
 from server_calls import EVERYTHING
 from server_stubs import ADMIN, CLIENT, OTHER_CLIENT, build, client, no_settings, run, started  # noqa: F401
 
 import torpor.console
-from torpor import _core
+from torpor import _core, errors
 
 PROCESS = Path(__file__).parent / "front_process.py"
 KEYS = ("--api-key", CLIENT, OTHER_CLIENT)
@@ -98,6 +101,55 @@ def test_a_socket_that_is_only_to_look_makes_plans_and_no_sleep(zygote):
     assert result == {"hello": "answered", "plan": "answered"} | dict.fromkeys(
         ("sleep", "wake", "checkpoint"), "failed_precondition"
     )
+
+
+# A server without vLLM, which starts a made-up engine when it is told to.
+SERVER = """
+import json, os, subprocess, sys
+from torpor import _core
+_core.begin_events(sys.argv[1], "front", 0, False)
+_core.begin_control(True, "")
+_core.serve_front(lambda method, params, call: call.answer(json.dumps({"server": os.getpid()})))
+print(flush=True)
+sys.stdin.readline()
+engine = subprocess.Popen([sys.argv[2], "mock", sys.argv[1]], stdout=subprocess.PIPE)
+engine.stdout.readline()
+print(engine.pid, flush=True)
+sys.stdin.readline()
+engine.kill()
+engine.wait()
+"""
+
+
+def test_of_several_servers_the_one_sleeps_whose_engine_is_asked():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        words = [sys.executable, "-c", SERVER, directory, BINARY]
+        servers = []
+        for _ in range(2):
+            server = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+            server.stdout.readline()
+            servers.append(server)
+        alone = subprocess.Popen([BINARY, "mock", directory], stdout=subprocess.PIPE)
+        alone.stdout.readline()
+        try:
+            with torpor.console.connect(directory) as engine, pytest.raises(errors.WrongState):
+                engine.sleep()  # there are servers, but its own program is none
+            engines = {}
+            for server in reversed(servers):  # the older server has the newer engine
+                server.stdin.write("\n")
+                engines[server.pid] = int(server.stdout.readline())
+            asked = {}
+            for server, pid in engines.items():
+                with torpor.console.connect(Path(directory) / f"{pid}-mock-0.sock") as engine:
+                    asked[server] = engine.sleep()["server"]
+            assert asked == {server.pid: server.pid for server in servers}
+            done = subprocess.run([BINARY, "live", "--engine", directory, "sleep"], capture_output=True, text=True)
+            assert json.loads(done.stdout) == {"server": servers[0].pid}, done.stderr
+        finally:
+            for server in servers:
+                server.communicate("\n")
+            alone.kill()
+            alone.communicate()
 
 
 # --- the page --------------------------------------------------------------------------------------------------------

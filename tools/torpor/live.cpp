@@ -72,7 +72,8 @@ Error error_of(const Json& json) {
   return error;
 }
 
-// Where to ask: an engine and, for what only that can do, its server. A socket that was named is asked everything.
+// Where to ask: an engine and, for what only that can do, the server that started it: others may use the same
+// directory. A socket that was named is asked everything.
 class Clients {
  public:
   explicit Clients(std::string path) : path_(std::move(path)) {}
@@ -80,16 +81,24 @@ class Clients {
     boost::system::error_code problem;
     const bool front = console::find_control_method(method)->place == console::ControlPlace::kFront &&
                        boost::filesystem::is_directory(path_, problem);
-    if (front && !front_) {
-      Result<ControlClient> server = ControlClient::connect(path_, console::ControlPlace::kFront);
-      if (server) front_.emplace(std::move(*server));  // else the engine says who does it
-    }
     if (front && front_) return &*front_;
     if (!engine_) {
-      TORPOR_ASSIGN_OR_RETURN(ControlClient engine, ControlClient::connect(path_));
-      engine_.emplace(std::move(engine));
+      Result<ControlClient> engine = ControlClient::connect(path_);
+      if (engine)
+        engine_.emplace(std::move(*engine));
+      else if (!front)
+        return engine.error();  // a server may be there before its engine is
     }
-    return &*engine_;
+    if (front) {
+      Result<ControlClient> server =
+          ControlClient::connect(path_, console::ControlPlace::kFront, engine_ ? engine_->path() : "");
+      if (server) {
+        front_.emplace(std::move(*server));
+        return &*front_;
+      }
+      if (!engine_) return server.error();
+    }
+    return &*engine_;  // of what a server does, the engine says who does it
   }
   // Those that there are.
   std::vector<ControlClient*> all() {
