@@ -2,13 +2,17 @@
 """The console of a server, over HTTP and over its socket, and its page: without an engine."""
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
 import shutil
+import socketserver
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,7 @@ from conftest import result_of
 from inspector import BINARY
 from server_calls import EVERYTHING
 from server_stubs import ADMIN, CLIENT, OTHER_CLIENT, build, client, no_settings, run, started  # noqa: F401
+from torpor.vllm.server import routes
 
 import torpor.console
 from torpor import _core, errors
@@ -101,6 +106,49 @@ def test_a_socket_that_is_only_to_look_makes_plans_and_no_sleep(zygote):
     assert result == {"hello": "answered", "plan": "answered"} | dict.fromkeys(
         ("sleep", "wake", "checkpoint"), "failed_precondition"
     )
+
+
+@contextlib.contextmanager
+def slow_engine(seconds: float):
+    """The path of a socket that answers each call after so many seconds, with its parameters."""
+
+    class Answers(socketserver.StreamRequestHandler):
+        def handle(self):
+            for line in self.rfile:
+                call = json.loads(line)
+                time.sleep(seconds)
+                self.wfile.write(json.dumps({"id": call["id"], "result": call["params"]}).encode() + b"\n")
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        path = f"{directory}/1-core-0.sock"
+        with socketserver.ThreadingUnixStreamServer(path, Answers) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            yield path
+            server.shutdown()
+
+
+def test_over_http_an_engine_may_wait_as_long_as_it_was_asked_to_and_any_name_is_a_parameter(monkeypatch):
+    async def scene(path):
+        monkeypatch.setenv("TORPOR_ADMIN_KEY", ADMIN)
+        monkeypatch.setattr(routes, "_PATIENCE_WITH_ENGINE", 0.2)
+        app, server = build(monkeypatch, EVERYTHING, *KEYS)
+        await started(server)
+
+        async def console():
+            return path
+
+        monkeypatch.setattr(server, "console", console)
+        async with client(app, ADMIN) as http:
+
+            params = {"candidate": 3, "timeout": 60, "method": "x", "self": 1, "seconds": 2}
+            answer = await http.post("/torpor/console/transfer.wait", json=params)
+            assert answer.status_code == 200 and answer.json() == params
+            for timeout in (0, "60", None):
+                answer = await http.post("/torpor/console/transfer.wait", json={"timeout": timeout})
+                assert "has not answered transfer.wait" in answer.json()["error"]["message"]
+
+    with slow_engine(1) as path:
+        run(scene(path))
 
 
 # A server without vLLM, which starts a made-up engine when it is told to.
