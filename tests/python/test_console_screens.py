@@ -112,6 +112,15 @@ def test_pictures_of_a_recording_load_nothing_and_say_who_woke(newest, tmp_path)
     assert "AT" in drawn["slots"]  # the moment before the sleep
 
 
+def test_without_an_engine_there_are_no_pictures(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TORPOR_BINARY", str(BINARY))
+    monkeypatch.setattr(torpor.console.__main__, "_PATIENCE", 0.5)
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(sys, "argv", ["console", str(tmp_path), "--svg", str(tmp_path / "pictures")])
+    assert torpor.console.__main__.main() == 3
+    assert f"no engine publishes events in {tmp_path}" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(shutil.which("node") is None, reason="node runs the page's script")
 def test_the_page_says_what_the_console_says(newest, tmp_path):
     done = subprocess.run(

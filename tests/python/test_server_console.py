@@ -139,7 +139,6 @@ def test_over_http_an_engine_may_wait_as_long_as_it_was_asked_to_and_any_name_is
 
         monkeypatch.setattr(server, "console", console)
         async with client(app, ADMIN) as http:
-
             params = {"candidate": 3, "timeout": 60, "method": "x", "self": 1, "seconds": 2}
             answer = await http.post("/torpor/console/transfer.wait", json=params)
             assert answer.status_code == 200 and answer.json() == params
@@ -198,6 +197,33 @@ def test_of_several_servers_the_one_sleeps_whose_engine_is_asked():
                 server.communicate("\n")
             alone.kill()
             alone.communicate()
+
+
+def test_a_session_beside_a_silent_server_shows_events_as_fast_as_they_come():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        words = [sys.executable, "-c", SERVER, directory, BINARY]
+        server = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        server.stdout.readline()
+        server.stdin.write("\n")
+        server.stdout.readline()
+        session = None
+        try:
+            with torpor.console.connect(directory) as engine:
+                while engine.snapshot()["at"] < 3000:
+                    time.sleep(0.1)
+            words = [BINARY, "live", "--engine", directory]
+            session = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+            session.stdin.write("plan\nsubscribe after=0\n")
+            assert "server" in session.stdout.readline()
+            began = time.monotonic()
+            for _ in range(2500):
+                assert session.stdout.readline()
+            assert time.monotonic() - began < 40  # 20 ms a line would be 50 s
+        finally:
+            if session is not None:
+                session.kill()
+                session.communicate()
+            server.communicate("\n")
 
 
 # --- the page --------------------------------------------------------------------------------------------------------

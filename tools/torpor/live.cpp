@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <iostream>
 #include <optional>
@@ -23,6 +24,8 @@ using namespace std::chrono_literals;
 using console::ControlClient;
 using console::ControlMethod;
 using console::ParameterKind;
+
+constexpr std::chrono::milliseconds kPause{20};
 
 Error wrong(std::string what, std::string next_step) {
   return {.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next_step)};
@@ -148,16 +151,22 @@ Result<Exit> many_calls(const Context& context, Clients& clients) {
   uint64_t id = 0;
   bool more = true;
   uint64_t answered = 0;
+  auto wait = kPause;
   while (!context.interrupted() && (more || answered < id)) {
     pollfd polled{STDIN_FILENO, POLLIN, 0};
     if (more && ::poll(&polled, 1, 0) > 0) {
       char bytes[4096];
       const ssize_t got = ::read(STDIN_FILENO, bytes, sizeof bytes);
       more = got > 0;
-      if (more) typed.append(bytes, static_cast<size_t>(got));
+      if (more)
+        typed.append(bytes, static_cast<size_t>(got));
+      else if (!typed.empty())
+        typed += '\n';  // the last line may have no end
     }
     for (size_t end = 0; (end = typed.find('\n')) != std::string::npos; typed.erase(0, end + 1)) {
       std::vector<std::string> words = CLI::detail::split_up(typed.substr(0, end));
+      words.erase(std::find_if(words.begin(), words.end(), [](const auto& word) { return word.starts_with('#'); }),
+                  words.end());  // a comment
       if (words.empty()) continue;
       const Result<Json> asked = request(id + 1, words);
       if (!asked) {
@@ -172,12 +181,15 @@ Result<Exit> many_calls(const Context& context, Clients& clients) {
       ++id;
       TORPOR_RETURN_IF_ERROR((*client)->send(asked->dump()));
     }
+    bool came = false;
     for (ControlClient* const client : clients.all()) {
-      TORPOR_ASSIGN_OR_RETURN(const std::optional<std::string> line, client->receive(20ms));
+      TORPOR_ASSIGN_OR_RETURN(const std::optional<std::string> line, client->receive(wait));
       if (!line) continue;
+      came = true;
       if (Json::parse(*line, nullptr, false).contains("id")) ++answered;
       if (!context.write(harmless_json(*line) + '\n')) return kFine;
     }
+    wait = came ? 0ms : kPause;  // a silent connection does not hold up the lines of another one
   }
   return kFine;
 }
