@@ -249,12 +249,17 @@ def stop_step_and_let_go(directory):
 
         return wait
 
-    def asks():
-        assert "the same key again" in app.said
-        app.look()
-        assert not app.process["stops"]
+    def says(words):
+        def said():
+            assert words in app.said
+            app.look()
+            assert not app.process["stops"]
 
-    drive(app, [until(False), "p", asks, "n", asks, "p", "p", until(True), "n", "c", until(False)])
+        return said
+
+    asks, cannot = says("the same key again"), says("nothing is stopped")
+    keys = [until(False), "n", cannot, "n", cannot, "p", asks, "n", cannot, "p", asks, "p"]
+    drive(app, [*keys, until(True), "n", "c", until(False)])
     assert shown == [False, True, False] and app.said == ""
 
 
@@ -334,6 +339,25 @@ def test_a_slow_call_holds_up_neither_the_screen_nor_the_stop_of_its_user(record
     assert [method for method, _ in stopped.calls] == ["pause", "resume"]
     assert waited.calls == [("transfer.wait", {"candidate": 3.0})]
     assert stopped.path == waited.path == recording.snapshot["processes"][0]["path"].replace(".events", ".sock")
+
+
+def test_while_only_a_transfer_is_held_a_pause_is_asked_for_twice(recording, connections):
+    [process] = recording.snapshot["processes"]
+    process["stops"] = [{"stop": 3, "cause": "hold", "seconds": 1.0, "request": ""}]
+    app, said = Console(recording), []
+    drive(app, ["p", lambda: said.append(app.said), "n", lambda: said.append(app.said)])
+    assert "the same key again" in said[0] and "nothing is stopped" in said[1] and connections == []
+    drive(app := Console(recording), ["p", "p"])
+    assert connections[0].calls == [("pause", {"lease": 60})] and app.said == ""
+    process["stops"][0]["cause"] = "pause"
+    drive(Console(recording), ["n", "p"])
+    assert [method for method, _ in connections[1].calls] == ["step", "pause"]
+
+
+def test_a_server_is_not_stopped_by_keys(recording, connections):
+    recording.snapshot["processes"][0]["process"] = "front0"
+    drive(app := Console(recording), ["p", "p"])
+    assert "front0 is a server" in app.said and connections == []
 
 
 def test_an_error_that_an_engine_answers_does_not_end_its_stop(recording, connections):

@@ -282,7 +282,7 @@ def test_a_key_is_asked_for_and_checked(shown, tmp_path):
 def test_a_session_takes_its_lines_as_the_documentation_has_them():
     text = (ROOT_OF_TESTS.parent / "docs/console.md").read_text()
     block = text.split("# a line a call, over one connection\n")[1].split("\n```")[0]
-    assert len(block.splitlines()) == 7 and all("#" in line or "types=" in line for line in block.splitlines())
+    assert len(block.splitlines()) == 7 and " # " in block
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         mock = subprocess.Popen([BINARY, "mock", directory], stdout=subprocess.PIPE)
         try:

@@ -167,7 +167,7 @@ class Console(App):
         self.request = ""  # of the screen of a request
         self.kept: tuple | None = None  # the process that was asked for, or acted on: it stays the one that is shown
         self.ended = False  # processes that have ended are shown, too
-        self.asked_to: tuple | None = None  # the method of a key that is to be pressed again, and of which process
+        self.to_stop: tuple | None = None  # the process that stops when the key of pause is pressed again
         self._snapshot: dict = {"processes": []}
         self._published: list[dict] = []
         self._engines: dict[str, torpor.console.Engine] = {}  # by the path of their ring; each keeps its stops
@@ -455,14 +455,17 @@ class Console(App):
         self.look()
 
     def action_control(self, method: str) -> None:
-        """What stops an engine that goes is asked for twice."""
-        process, asked, self.asked_to = self.process, self.asked_to, None
-        goes = process is not None and not process["stops"]
-        if process is not None and process["process"].startswith("front"):
+        """Stopping an engine that goes is asked for twice. Who holds a single request or transfer lets the engine go."""
+        process, asked, self.to_stop = self.process, self.to_stop, None
+        if self.readonly or process is None:
+            self._call(method)  # says why not
+        elif process["process"].startswith("front"):
             self.said = f"{process['process']} is a server: choose its engine with tab"
-        elif method != "resume" and goes and not self.readonly and asked != (method, _name(process)):
-            self.asked_to = method, _name(process)
-            self.said = f"{method}: the same key again stops the engine, for {_LEASE} s at most"
+        elif method == "step" and _goes(process):
+            self.said = "nothing is stopped: p stops the engine"
+        elif method == "pause" and _goes(process) and asked != _name(process):
+            self.to_stop = _name(process)
+            self.said = f"pause: the same key again stops the engine, for {_LEASE} s at most"
         else:
             self._call(method, **({"lease": _LEASE} if method == "pause" else {}))
         self.draw()
@@ -506,6 +509,11 @@ class Console(App):
 def _name(process: dict) -> tuple:
     """Return what tells a process from the others of a directory, at each moment."""
     return process["path"], process["pid"]
+
+
+def _goes(process: dict) -> bool:
+    """Return whether the engine takes steps: a hold is of one request or transfer."""
+    return all(stop["cause"] == "hold" for stop in process["stops"])
 
 
 def _connect(process: dict, timeout: float | None) -> torpor.console.Engine:
