@@ -64,8 +64,8 @@ def _mock(stack: contextlib.ExitStack) -> str:
 
 
 async def pictures(app, directory: Path) -> None:
-    """A file a screen, of 1 to 6. Live: of what there is now; of a recording: of the moment before the first sleep or wake, but
-    memory and operations of its end."""
+    """A file a screen, of 1 to 6. Live: of what there is now; of a recording: of the moment before the first sleep or
+    wake, but memory and operations of its end."""
     directory.mkdir(parents=True, exist_ok=True)
     async with app.run_test(size=_SIZE) as pilot:
         until = time.monotonic() + _PATIENCE

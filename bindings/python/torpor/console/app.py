@@ -455,7 +455,7 @@ class Console(App):
         self.look()
 
     def action_control(self, method: str) -> None:
-        """Stopping an engine that goes is asked for twice. Who holds a single request or transfer lets the engine go."""
+        """A pause of an engine that goes is asked for twice."""
         process, asked, self.to_stop = self.process, self.to_stop, None
         if self.readonly or process is None:
             self._call(method)  # says why not
