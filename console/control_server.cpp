@@ -21,6 +21,7 @@
 #include <boost/filesystem.hpp>
 
 #include "base/log.h"
+#include "base/process.h"
 #include "console/event_files.h"
 
 namespace torpor::console {
@@ -91,6 +92,29 @@ Result<Descriptor> listen_at(const std::string& path) {
     return system_error(failed, fmt::format("listening at {}", path));
   }
   return made;
+}
+
+bool has_started(const EventSource& server, const EventSource& engine) {
+  return engine.pid == server.pid || is_descendant_of({.pid = engine.pid, .started = engine.process_start}, server.pid);
+}
+
+// Return the socket of the newest engine in this directory; or of the server that started `engine`, another socket
+// there. Without `engine`: of the newest server.
+Result<std::string> socket_in(const std::string& directory, bool front, const std::string& engine) {
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<std::unique_ptr<EventRing>> rings, open_rings(directory));
+  const auto served =
+      std::find_if(rings.begin(), rings.end(), [&](const auto& ring) { return socket_of(ring->path()) == engine; });
+  for (const auto& ring : rings) {
+    const EventSource& source = ring->source();
+    boost::system::error_code problem;
+    if ((source.role == kFrontRole) == front && is_alive(source) &&
+        boost::filesystem::exists(socket_of(ring->path()), problem) &&
+        (engine.empty() || (served != rings.end() && has_started(source, (*served)->source()))))
+      return socket_of(ring->path());
+  }
+  return Error{.code = Code::kNotFound,
+               .what = fmt::format("no {} in {} has a socket", front ? "server" : "engine", directory),
+               .next_step = "start one with the option console=read or console=control"};
 }
 
 }  // namespace
@@ -247,29 +271,12 @@ void ControlServer::record_below(std::string directory) { loop_->control().recor
 
 // ---- a client
 
-Result<ControlClient> ControlClient::connect(const std::string& path, ControlPlace place) {
+Result<ControlClient> ControlClient::connect(const std::string& path, ControlPlace place, const std::string& engine) {
   return try_catch([&]() -> Result<ControlClient> {
     std::string socket = path;
     boost::system::error_code problem;
     if (boost::filesystem::is_directory(path, problem)) {
-      TORPOR_ASSIGN_OR_RETURN(const std::vector<std::unique_ptr<EventRing>> rings, open_rings(path));
-      socket.clear();
-      for (const auto& ring : rings) {
-        const bool front = ring->source().role == kFrontRole;
-        if (socket.empty() && front == (place == ControlPlace::kFront) && is_alive(ring->source()) &&
-            boost::filesystem::exists(socket_of(ring->path()), problem))
-          socket = socket_of(ring->path());
-      }
-      if (socket.empty() && place == ControlPlace::kFront) {
-        return Error{.code = Code::kNotFound,
-                     .what = fmt::format("no server in {} has a socket", path),
-                     .next_step = "start one with the option console=read or console=control"};
-      }
-      if (socket.empty()) {
-        return Error{.code = Code::kNotFound,
-                     .what = fmt::format("no engine in {} has a socket", path),
-                     .next_step = "start one with the option console=read or console=control"};
-      }
+      TORPOR_ASSIGN_OR_RETURN(socket, socket_in(path, place == ControlPlace::kFront, engine));
     }
     Descriptor directory;
     TORPOR_ASSIGN_OR_RETURN(const sockaddr_un address, address_of(socket, directory));

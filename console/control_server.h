@@ -52,9 +52,11 @@ class ControlServer {
 // A connection to such a socket.
 class ControlClient {
  public:
-  // Connect. `path`: a socket; or a directory, for the newest engine in it, or the newest server if `place` is kFront.
-  // kNotFound: there is none. kUnavailable: nobody answers.
-  static Result<ControlClient> connect(const std::string& path, ControlPlace place = ControlPlace::kAny);
+  // Connect. `path`: a socket; or a directory, for the newest engine in it, or for a server if `place` is kFront: the
+  // one that started the engine with the socket `engine`, or the newest. kNotFound: there is none. kUnavailable: nobody
+  // answers.
+  static Result<ControlClient> connect(const std::string& path, ControlPlace place = ControlPlace::kAny,
+                                       const std::string& engine = {});
   ControlClient(ControlClient&& other) noexcept;
   ControlClient& operator=(ControlClient&&) = delete;
   ~ControlClient();

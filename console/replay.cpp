@@ -33,10 +33,24 @@ Status can_be_replayed(const SourceEvents& recording) {
   return ok();
 }
 
-// Return the words that follow the input at `at`. kFailedPrecondition: the run had threads of its own.
-Result<nlohmann::json> words_of(const std::vector<Event>& events, size_t at) {
+bool has_words(const Event& input) {
+  switch (static_cast<InputKind>(input.from)) {
+    case InputKind::kEngine:
+    case InputKind::kRequest:
+    case InputKind::kAbort:
+    case InputKind::kSleep:
+    case InputKind::kWake: return true;
+    default: return false;
+  }
+}
+
+// Return the words that follow the input at `at`; none: the recording ends before they do.
+// kFailedPrecondition: the run had threads of its own.
+Result<std::optional<nlohmann::json>> words_of(const std::vector<Event>& events, size_t at) {
   EventTexts texts;
-  for (size_t i = at + 1; i < events.size() && events[i].type == EventType::kText; ++i) {
+  for (size_t i = at + 1;; ++i) {
+    if (i == events.size() && has_words(events[at])) return std::nullopt;
+    if (i == events.size() || events[i].type != EventType::kText) break;
     const std::optional<EventText> text = texts.add(events[i]);
     if (!text) continue;
     if (text->kind != TextKind::kInput || text->transfer != events[at].sequence) break;
@@ -44,9 +58,9 @@ Result<nlohmann::json> words_of(const std::vector<Event>& events, size_t at) {
     if (words.is_discarded()) break;
     if (words.is_object() && words.value("transfers_have_threads", false))
       return no_replay("its transfers had threads of their own, whose order nobody knows", "record one without");
-    return words;
+    return std::optional(std::move(words));
   }
-  return nlohmann::json();
+  return std::optional(nlohmann::json());
 }
 
 }  // namespace
@@ -68,21 +82,22 @@ Result<ReplayResult> replay(const SourceEvents& recording, RunHost host, uint64_
         result.difference = {at, input, std::nullopt};
         return result;
       }
-      TORPOR_ASSIGN_OR_RETURN(const nlohmann::json words, words_of(events, at));
+      TORPOR_ASSIGN_OR_RETURN(const std::optional<nlohmann::json> words, words_of(events, at));
+      if (!words) return result;
       clock.set(std::chrono::nanoseconds(within(input.time)));
       ++result.inputs;
-      const Status given = run.give(static_cast<InputKind>(input.from), words, input.a, input.b);
+      const Status given = run.give(static_cast<InputKind>(input.from), *words, input.a, input.b);
       if (!given && given.error().code == Code::kCorruption) return given.error();
       published.clear();
       reader.read(published, true);
       for (const Event& event : published) {
-        if (at < events.size() && events[at] == event) {
-          ++at;
-          ++result.events;
-          continue;
+        if (at == events.size()) return result;
+        if (events[at] != event) {
+          result.difference = {at, events[at], event};
+          return result;
         }
-        result.difference = {at, at < events.size() ? std::optional(events[at]) : std::nullopt, event};
-        return result;
+        ++at;
+        ++result.events;
       }
     }
     return result;

@@ -12,8 +12,8 @@
 namespace torpor::console {
 
 struct ReplayDifference {
-  size_t at = 0;                  // index in the recording's events
-  std::optional<Event> recorded;  // none: the recording has no more
+  size_t at = 0;  // index in the recording's events
+  Event recorded;
   std::optional<Event> replayed;  // none: the replay recorded no more
 };
 
@@ -23,7 +23,8 @@ struct ReplayResult {
   std::optional<ReplayDifference> difference;
 };
 
-// Replay a recording. kFailedPrecondition: it cannot be replayed exactly; the error says why: no inputs, lost events,
+// Replay a recording. It may end in the middle of an input: what the replay records beyond its end is no difference.
+// kFailedPrecondition: it cannot be replayed exactly; the error says why: no inputs, lost events,
 // threads of its own for transfers, or stops.
 Result<ReplayResult> replay(const SourceEvents& recording, RunHost host, uint64_t ring_events = 1 << 16);
 

@@ -79,10 +79,24 @@ TEST_F(ReplayTest, TheFirstEventThatDiffersIsFound) {
     ASSERT_TRUE(result.difference);
     EXPECT_EQ(result.difference->at, at);
   }
-  recorded.events.pop_back();
+  recorded.events.push_back(recorded.events.back());
   const ReplayResult result = value_of(replay(recorded, host("c")));
   ASSERT_TRUE(result.difference);
-  EXPECT_FALSE(result.difference->recorded);
+  EXPECT_FALSE(result.difference->replayed);
+}
+
+// A recorder is interrupted, or its engine is killed, between any two events.
+TEST_F(ReplayTest, WhereTheRecordingEndsIsNoDifference) {
+  const SourceEvents recorded = record("a");
+  for (size_t count = 1; count < recorded.events.size(); count += count < 60 ? 1 : 7) {
+    SourceEvents cut = recorded;
+    cut.events.resize(count);
+    const ReplayResult result = value_of(replay(cut, host(fmt::format("b{}", count).c_str())));
+    ASSERT_FALSE(result.difference) << count;
+    // All but an input whose words are not there.
+    for (uint64_t at = result.events; at < count; ++at)
+      EXPECT_EQ(cut.events[at].type, at == result.events ? EventType::kInput : EventType::kText) << count;
+  }
 }
 
 TEST_F(ReplayTest, WhatCannotBeReplayedSaysWhy) {

@@ -2,12 +2,14 @@
 """The screens of the console, driven key by key: over a recording, and over a made-up engine that is really stopped."""
 
 import asyncio
+import contextlib
 import json
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -110,6 +112,15 @@ def test_pictures_of_a_recording_load_nothing_and_say_who_woke(newest, tmp_path)
     assert "AT" in drawn["slots"]  # the moment before the sleep
 
 
+def test_without_an_engine_there_are_no_pictures(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TORPOR_BINARY", str(BINARY))
+    monkeypatch.setattr(torpor.console.__main__, "_PATIENCE", 0.5)
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(sys, "argv", ["console", str(tmp_path), "--svg", str(tmp_path / "pictures")])
+    assert torpor.console.__main__.main() == 3
+    assert f"no engine publishes events in {tmp_path}" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(shutil.which("node") is None, reason="node runs the page's script")
 def test_the_page_says_what_the_console_says(newest, tmp_path):
     done = subprocess.run(
@@ -200,13 +211,18 @@ def test_readonly_sends_nothing(recording, monkeypatch):
 @pytest.fixture
 def mock(monkeypatch):
     monkeypatch.setenv("TORPOR_BINARY", str(BINARY))
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        engine = subprocess.Popen([BINARY, "mock", directory], stdout=subprocess.PIPE)
-        engine.stdout.readline()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory, made_up_engine(directory):
         yield directory
-        engine.terminate()
-        engine.wait()
-        engine.stdout.close()
+
+
+@contextlib.contextmanager
+def made_up_engine(directory):
+    engine = subprocess.Popen([BINARY, "mock", directory], stdout=subprocess.PIPE)
+    engine.stdout.readline()
+    yield engine
+    engine.terminate()
+    engine.wait()
+    engine.stdout.close()
 
 
 def test_an_engine_is_stopped_stepped_and_let_go_by_keys(mock):
@@ -233,13 +249,124 @@ def stop_step_and_let_go(directory):
 
         return wait
 
-    def asks():
-        assert "the same key again" in app.said
-        app.look()
-        assert not app.process["stops"]
+    def says(words):
+        def said():
+            assert words in app.said
+            app.look()
+            assert not app.process["stops"]
 
-    drive(app, [until(False), "p", asks, "n", asks, "p", "p", until(True), "n", "c", until(False)])
+        return said
+
+    asks, cannot = says("the same key again"), says("nothing is stopped")
+    keys = [until(False), "n", cannot, "n", cannot, "p", asks, "n", cannot, "p", asks, "p"]
+    drive(app, [*keys, until(True), "n", "c", until(False)])
     assert shown == [False, True, False] and app.said == ""
+
+
+def test_keys_act_on_the_engine_that_is_shown_and_not_on_the_newest(mock):
+    with made_up_engine(mock) as newest:
+        app, pids = Console(Live(mock)), []
+        there = until(app, lambda: len(app.processes) == 2)
+
+        def choose():
+            if app.process["pid"] == newest.pid:
+                app.action_process()
+            pids.append(app.process["pid"])
+
+        def another_goes_ahead():
+            [other] = [each for each in app.processes if each["pid"] == newest.pid]
+            other["steps"]["seen"] += 1 << 40
+            pids.append(app.process["pid"])
+
+        drive(app, [there, choose, "p", "p", another_goes_ahead, "tab", lambda: pids.append(app.process["pid"]), "p"])
+        assert pids[0] == pids[1] != newest.pid == pids[2]
+        assert "the same key again" in app.said  # the other engine is asked about anew
+        began = [line for line in torpor_events(mock) if line.split()[-1] == "begun"]
+        assert len(began) == 1
+        with torpor.console.connect(Path(mock) / f"{newest.pid}-mock-0.sock") as engine:
+            assert engine.events(types="stop,control")["events"] == []
+
+
+class Connection:
+    """In place of one to an engine: what was asked. A slow call is answered when it is let go."""
+
+    let_go: threading.Event
+    made: list["Connection"]
+
+    def __init__(self, path, timeout):
+        self.path, self.timeout = str(path), timeout
+        self.calls, self.closed = [], False
+        self.made.append(self)
+
+    def call(self, method, /, **params):
+        self.calls.append((method, params))
+        if method == "transfer.wait" and not self.let_go.wait(0.1 if self.timeout is not None else SECONDS):
+            raise TimeoutError("timed out")
+        if method == "record.start":
+            raise errors.TimedOut("the disk is slow", "wait")
+        return {"asked of": self.path}
+
+    def close(self):
+        self.closed = True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+@pytest.fixture
+def connections(recording, monkeypatch):
+    """Those that the screens of the recording made, as if its engine lived."""
+    monkeypatch.setattr(Connection, "let_go", threading.Event(), raising=False)
+    monkeypatch.setattr(Connection, "made", [], raising=False)
+    monkeypatch.setattr(torpor.console, "connect", Connection)
+    yield Connection.made
+    Connection.let_go.set()
+
+
+def test_a_slow_call_holds_up_neither_the_screen_nor_the_stop_of_its_user(recording, connections):
+    app = Console(recording)
+
+    def waits():
+        assert app.said == "transfer.wait: under way" and not connections[0].closed
+
+    wait = ["colon", *"transfer.wait", "space", *"candidate=3", "enter", waits]
+    drive(app, ["p", "p", *wait, "c", Connection.let_go.set, until(app, lambda: "asked of" in app.said)])
+    assert app.said.startswith("transfer.wait: {")
+    stopped, waited = connections
+    assert [method for method, _ in stopped.calls] == ["pause", "resume"]
+    assert waited.calls == [("transfer.wait", {"candidate": 3.0})]
+    assert stopped.path == waited.path == recording.snapshot["processes"][0]["path"].replace(".events", ".sock")
+
+
+def test_while_only_a_transfer_is_held_a_pause_is_asked_for_twice(recording, connections):
+    [process] = recording.snapshot["processes"]
+    process["stops"] = [{"stop": 3, "cause": "hold", "seconds": 1.0, "request": ""}]
+    app, said = Console(recording), []
+    drive(app, ["p", lambda: said.append(app.said), "n", lambda: said.append(app.said)])
+    assert "the same key again" in said[0] and "nothing is stopped" in said[1] and connections == []
+    drive(app := Console(recording), ["p", "p"])
+    assert connections[0].calls == [("pause", {"lease": 60})] and app.said == ""
+    process["stops"][0]["cause"] = "pause"
+    drive(Console(recording), ["n", "p"])
+    assert [method for method, _ in connections[1].calls] == ["step", "pause"]
+
+
+def test_a_server_is_not_stopped_by_keys(recording, connections):
+    recording.snapshot["processes"][0]["process"] = "front0"
+    drive(app := Console(recording), ["p", "p"])
+    assert "front0 is a server" in app.said and connections == []
+
+
+def test_an_error_that_an_engine_answers_does_not_end_its_stop(recording, connections):
+    app = Console(recording)
+    said = []
+    drive(app, ["p", "p", "colon", *"record.start", "space", *"method=x", "enter", lambda: said.append(app.said), "c"])
+    assert "the disk is slow" in said[0]
+    [connection] = connections
+    assert connection.calls[1] == ("record.start", {"method": "x"}) and connection.calls[2][0] == "resume"
 
 
 def torpor_events(directory, kind: str = "stop") -> list[str]:
@@ -495,7 +622,7 @@ def test_processes_that_have_ended_are_hidden_until_asked_for_and_their_lints_ar
         seen.append((app.process["pid"], str(app.query_one("#top").content)))
 
     drive(app, [look, "tab", look, "d", look, "tab", look], (80, 24))
-    assert [pid for pid, _ in seen] == [77, 77, dead["pid"], 77]
+    assert [pid for pid, _ in seen] == [77, 77, 77, dead["pid"]]
     assert "1 ended (d)" in seen[0][1] and "failed operation" in seen[0][1] and "ended (d)" not in seen[2][1]
 
 

@@ -2,20 +2,28 @@
 """The console of a server, over HTTP and over its socket, and its page: without an engine."""
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
 import shutil
+import socketserver
 import subprocess
+import sys
+import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from conftest import result_of
+from inspector import BINARY
 from server_calls import EVERYTHING
 from server_stubs import ADMIN, CLIENT, OTHER_CLIENT, build, client, no_settings, run, started  # noqa: F401
+from torpor.vllm.server import routes
 
 import torpor.console
-from torpor import _core
+from torpor import _core, errors
 
 PROCESS = Path(__file__).parent / "front_process.py"
 KEYS = ("--api-key", CLIENT, OTHER_CLIENT)
@@ -98,6 +106,123 @@ def test_a_socket_that_is_only_to_look_makes_plans_and_no_sleep(zygote):
     assert result == {"hello": "answered", "plan": "answered"} | dict.fromkeys(
         ("sleep", "wake", "checkpoint"), "failed_precondition"
     )
+
+
+@contextlib.contextmanager
+def slow_engine(seconds: float):
+    """The path of a socket that answers each call after so many seconds, with its parameters."""
+
+    class Answers(socketserver.StreamRequestHandler):
+        def handle(self):
+            for line in self.rfile:
+                call = json.loads(line)
+                time.sleep(seconds)
+                self.wfile.write(json.dumps({"id": call["id"], "result": call["params"]}).encode() + b"\n")
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        path = f"{directory}/1-core-0.sock"
+        with socketserver.ThreadingUnixStreamServer(path, Answers) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            yield path
+            server.shutdown()
+
+
+def test_over_http_an_engine_may_wait_as_long_as_it_was_asked_to_and_any_name_is_a_parameter(monkeypatch):
+    async def scene(path):
+        monkeypatch.setenv("TORPOR_ADMIN_KEY", ADMIN)
+        monkeypatch.setattr(routes, "_PATIENCE_WITH_ENGINE", 0.2)
+        app, server = build(monkeypatch, EVERYTHING, *KEYS)
+        await started(server)
+
+        async def console():
+            return path
+
+        monkeypatch.setattr(server, "console", console)
+        async with client(app, ADMIN) as http:
+            params = {"candidate": 3, "timeout": 60, "method": "x", "self": 1, "seconds": 2}
+            answer = await http.post("/torpor/console/transfer.wait", json=params)
+            assert answer.status_code == 200 and answer.json() == params
+            for timeout in (0, "60", None):
+                answer = await http.post("/torpor/console/transfer.wait", json={"timeout": timeout})
+                assert "has not answered transfer.wait" in answer.json()["error"]["message"]
+
+    with slow_engine(1) as path:
+        run(scene(path))
+
+
+# A server without vLLM, which starts a made-up engine when it is told to.
+SERVER = """
+import json, os, subprocess, sys
+from torpor import _core
+_core.begin_events(sys.argv[1], "front", 0, False)
+_core.begin_control(True, "")
+_core.serve_front(lambda method, params, call: call.answer(json.dumps({"server": os.getpid()})))
+print(flush=True)
+sys.stdin.readline()
+engine = subprocess.Popen([sys.argv[2], "mock", sys.argv[1]], stdout=subprocess.PIPE)
+engine.stdout.readline()
+print(engine.pid, flush=True)
+sys.stdin.readline()
+engine.kill()
+engine.wait()
+"""
+
+
+def test_of_several_servers_the_one_sleeps_whose_engine_is_asked():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        words = [sys.executable, "-c", SERVER, directory, BINARY]
+        servers = []
+        for _ in range(2):
+            server = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+            server.stdout.readline()
+            servers.append(server)
+        alone = subprocess.Popen([BINARY, "mock", directory], stdout=subprocess.PIPE)
+        alone.stdout.readline()
+        try:
+            with torpor.console.connect(directory) as engine, pytest.raises(errors.WrongState):
+                engine.sleep()  # there are servers, but its own program is none
+            engines = {}
+            for server in reversed(servers):  # the older server has the newer engine
+                server.stdin.write("\n")
+                engines[server.pid] = int(server.stdout.readline())
+            asked = {}
+            for server, pid in engines.items():
+                with torpor.console.connect(Path(directory) / f"{pid}-mock-0.sock") as engine:
+                    asked[server] = engine.sleep()["server"]
+            assert asked == {server.pid: server.pid for server in servers}
+            done = subprocess.run([BINARY, "live", "--engine", directory, "sleep"], capture_output=True, text=True)
+            assert json.loads(done.stdout) == {"server": servers[0].pid}, done.stderr
+        finally:
+            for server in servers:
+                server.communicate("\n")
+            alone.kill()
+            alone.communicate()
+
+
+def test_a_session_beside_a_silent_server_shows_events_as_fast_as_they_come():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        words = [sys.executable, "-c", SERVER, directory, BINARY]
+        server = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        server.stdout.readline()
+        server.stdin.write("\n")
+        server.stdout.readline()
+        session = None
+        try:
+            with torpor.console.connect(directory) as engine:
+                while engine.snapshot()["at"] < 3000:
+                    time.sleep(0.1)
+            words = [BINARY, "live", "--engine", directory]
+            session = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+            session.stdin.write("plan\nsubscribe after=0\n")
+            began = time.monotonic()
+            lines = [session.stdout.readline() for _ in range(2500)]
+            assert all(lines) and any('"server"' in line for line in lines)
+            assert time.monotonic() - began < 40  # 20 ms a line would be 50 s
+        finally:
+            if session is not None:
+                session.kill()
+                session.communicate()
+            server.communicate("\n")
 
 
 # --- the page --------------------------------------------------------------------------------------------------------

@@ -3,12 +3,15 @@
 
 import json
 import shutil
+import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 from conftest import inspector
 
 ROOT_OF_TESTS = Path(__file__).resolve().parents[1]
+BINARY = ROOT_OF_TESTS.parent / "build/release/tools/torpor/torpor"
 
 
 def restrict(directory: Path) -> None:
@@ -274,3 +277,25 @@ def test_a_key_is_asked_for_and_checked(shown, tmp_path):
     assert inspector("info", shown["checkpoint"], "--key-file", key).returncode == 7  # it was written without one
     key.chmod(0o644)
     assert inspector("info", shown["checkpoint"], "--key-file", key).returncode == 2
+
+
+def test_a_session_takes_its_lines_as_the_documentation_has_them():
+    text = (ROOT_OF_TESTS.parent / "docs/console.md").read_text()
+    block = text.split("# a line a call, over one connection\n")[1].split("\n```")[0]
+    assert len(block.splitlines()) == 7 and " # " in block
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        mock = subprocess.Popen([BINARY, "mock", directory], stdout=subprocess.PIPE)
+        try:
+            mock.stdout.readline()
+            session = [BINARY, "live", "--engine", directory]
+            lines = block.replace("timeout=60", "timeout=0") + "\n# nothing else\nstops"
+            done = subprocess.run(session, input=lines, capture_output=True, text=True, timeout=600)
+        finally:
+            mock.kill()
+            mock.communicate()
+    assert done.returncode == 0 and done.stderr == ""
+    answers = [answer for answer in map(json.loads, done.stdout.splitlines()) if "id" in answer]
+    # Candidate 17 may not be there.
+    failed = {answer["id"] for answer in answers if "error" in answer}
+    assert {answer["id"] for answer in answers} == set(range(1, 9)) and failed <= {6}
+    assert [answer["result"].keys() for answer in answers if answer["id"] == 8] == [{"stops"}]

@@ -169,8 +169,9 @@ def _signature(node, method: bool, is_property: bool) -> str:
     arguments = node.args
     is_static = any(ast.unparse(each) == "staticmethod" for each in node.decorator_list)
     if method and not is_static:
+        only = arguments.posonlyargs  # the first of them, if there are any, is `self`
         arguments = ast.arguments(
-            arguments.posonlyargs, arguments.args[1:], arguments.vararg, arguments.kwonlyargs, arguments.kw_defaults,
+            only[1:], arguments.args[0 if only else 1 :], arguments.vararg, arguments.kwonlyargs, arguments.kw_defaults,
             arguments.kwarg, arguments.defaults,
         )  # fmt: skip
     start = "async " if isinstance(node, ast.AsyncFunctionDef) else ""
@@ -188,6 +189,8 @@ def _arguments(arguments: ast.arguments) -> list[str]:
     defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
     for each, default in zip(positional, defaults, strict=True):
         found.append(_argument(each, default))
+    if arguments.posonlyargs:
+        found.insert(len(arguments.posonlyargs), "/")
     if arguments.vararg:
         found.append(f"*{ast.unparse(arguments.vararg)}")
     elif arguments.kwonlyargs:

@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <iostream>
 #include <optional>
@@ -23,6 +24,8 @@ using namespace std::chrono_literals;
 using console::ControlClient;
 using console::ControlMethod;
 using console::ParameterKind;
+
+constexpr std::chrono::milliseconds kPause{20};
 
 Error wrong(std::string what, std::string next_step) {
   return {.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next_step)};
@@ -72,7 +75,8 @@ Error error_of(const Json& json) {
   return error;
 }
 
-// Where to ask: an engine and, for what only that can do, its server. A socket that was named is asked everything.
+// Where to ask: an engine and, for what only that can do, the server that started it: others may use the same
+// directory. A socket that was named is asked everything.
 class Clients {
  public:
   explicit Clients(std::string path) : path_(std::move(path)) {}
@@ -80,16 +84,24 @@ class Clients {
     boost::system::error_code problem;
     const bool front = console::find_control_method(method)->place == console::ControlPlace::kFront &&
                        boost::filesystem::is_directory(path_, problem);
-    if (front && !front_) {
-      Result<ControlClient> server = ControlClient::connect(path_, console::ControlPlace::kFront);
-      if (server) front_.emplace(std::move(*server));  // else the engine says who does it
-    }
     if (front && front_) return &*front_;
     if (!engine_) {
-      TORPOR_ASSIGN_OR_RETURN(ControlClient engine, ControlClient::connect(path_));
-      engine_.emplace(std::move(engine));
+      Result<ControlClient> engine = ControlClient::connect(path_);
+      if (engine)
+        engine_.emplace(std::move(*engine));
+      else if (!front)
+        return engine.error();  // a server may be there before its engine is
     }
-    return &*engine_;
+    if (front) {
+      Result<ControlClient> server =
+          ControlClient::connect(path_, console::ControlPlace::kFront, engine_ ? engine_->path() : "");
+      if (server) {
+        front_.emplace(std::move(*server));
+        return &*front_;
+      }
+      if (!engine_) return server.error();
+    }
+    return &*engine_;  // of what a server does, the engine says who does it
   }
   // Those that there are.
   std::vector<ControlClient*> all() {
@@ -139,16 +151,22 @@ Result<Exit> many_calls(const Context& context, Clients& clients) {
   uint64_t id = 0;
   bool more = true;
   uint64_t answered = 0;
+  auto wait = kPause;
   while (!context.interrupted() && (more || answered < id)) {
     pollfd polled{STDIN_FILENO, POLLIN, 0};
     if (more && ::poll(&polled, 1, 0) > 0) {
       char bytes[4096];
       const ssize_t got = ::read(STDIN_FILENO, bytes, sizeof bytes);
       more = got > 0;
-      if (more) typed.append(bytes, static_cast<size_t>(got));
+      if (more)
+        typed.append(bytes, static_cast<size_t>(got));
+      else if (!typed.empty())
+        typed += '\n';  // the last line may have no end
     }
     for (size_t end = 0; (end = typed.find('\n')) != std::string::npos; typed.erase(0, end + 1)) {
       std::vector<std::string> words = CLI::detail::split_up(typed.substr(0, end));
+      words.erase(std::find_if(words.begin(), words.end(), [](const auto& word) { return word.starts_with('#'); }),
+                  words.end());  // a comment
       if (words.empty()) continue;
       const Result<Json> asked = request(id + 1, words);
       if (!asked) {
@@ -163,12 +181,15 @@ Result<Exit> many_calls(const Context& context, Clients& clients) {
       ++id;
       TORPOR_RETURN_IF_ERROR((*client)->send(asked->dump()));
     }
+    bool came = false;
     for (ControlClient* const client : clients.all()) {
-      TORPOR_ASSIGN_OR_RETURN(const std::optional<std::string> line, client->receive(20ms));
+      TORPOR_ASSIGN_OR_RETURN(const std::optional<std::string> line, client->receive(wait));
       if (!line) continue;
+      came = true;
       if (Json::parse(*line, nullptr, false).contains("id")) ++answered;
       if (!context.write(harmless_json(*line) + '\n')) return kFine;
     }
+    wait = came ? 0ms : kPause;  // a silent connection does not hold up the lines of another one
   }
   return kFine;
 }

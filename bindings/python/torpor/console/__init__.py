@@ -12,10 +12,10 @@ in docs/console.md, and in `engine.hello()["methods"]`. Needs no vLLM.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,19 +42,38 @@ def connect(path: str | os.PathLike | None = None, timeout: float | None = 30, f
     ask for it, its calls find their way. Raises NotFound if no engine answers.
     """
     path = Path(path) if path is not None else default_directory()
-    sockets = [path]
-    if path.is_dir():
-        sockets = sorted(path.glob("*.sock"), key=lambda each: each.stat().st_mtime, reverse=True)
-        sockets = [each for each in sockets if ("-front-" in each.name) == front]
-    for each in sockets:
-        try:
-            return Engine(each, timeout)
-        except (ConnectionRefusedError, FileNotFoundError):
-            continue  # of a process that was killed
+    for engine in _answering(_sockets(path, front) if path.is_dir() else [path], timeout):
+        return engine
     raise errors.NotFound(
         f"no {'server' if front else 'engine'} in {path} has a socket",
         'start one with the option console="read" or console="control"',
     )
+
+
+def _sockets(directory: Path, front: bool) -> list[Path]:
+    """Return those of servers, or those of engines, the newest first."""
+    sockets = sorted(directory.glob("*.sock"), key=lambda each: each.stat().st_mtime, reverse=True)
+    return [each for each in sockets if ("-front-" in each.name) == front]
+
+
+def _answering(sockets: list[Path], timeout: float | None) -> Iterator[Engine]:
+    for each in sockets:
+        try:
+            engine = Engine(each, timeout)
+        except (ConnectionRefusedError, FileNotFoundError):
+            continue  # of a process that was killed
+        yield engine
+
+
+def _is_or_descends_from(process: int, ancestor: int) -> bool:
+    """Return whether `ancestor` is this process, or started it, or started a process that did, and so on."""
+    while process not in (ancestor, 0):
+        try:
+            stat = Path(f"/proc/{process}/stat").read_bytes()
+        except OSError:
+            return False  # it has ended
+        process = int(stat.rpartition(b")")[2].split()[1])
+    return process == ancestor
 
 
 class Transfer:
@@ -90,7 +109,7 @@ class Engine:
     def __init__(self, path: Path, timeout: float | None = 30):
         self.path = path = Path(path)
         self._last = 0
-        self._front: Engine | None = None  # of the same directory
+        self._front: Engine | None = None  # its server, once that was asked
         # A socket's address is short: it is reached through the directory's descriptor.
         directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
         try:
@@ -117,15 +136,14 @@ class Engine:
         self._lines.close()
         self._socket.close()
 
-    def call(self, method: str, **params) -> dict:
+    def call(self, method: str, /, **params) -> dict:
         """The result of one of the engine's methods; raises the error of torpor.errors that it answers.
 
         method: one of hello()["methods"]. params: that method's, in docs/console.md.
         """
         if method in FRONT_METHODS and "-front-" not in self.path.name:
-            with contextlib.suppress(errors.NotFound):  # there is no server; the engine says who does it
-                self._front = self._front or connect(self.path.parent, None, front=True)
-            if self._front is not None:
+            self._front = self._front or self._server()
+            if self._front is not None:  # else the engine says who does it
                 return self._front.call(method, **params)
         self._last += 1
         self._socket.sendall(json.dumps({"id": self._last, "method": method, "params": params}).encode() + b"\n")
@@ -143,7 +161,7 @@ class Engine:
                 )
             return answer["result"]
 
-    def call_within(self, seconds: float, method: str, **params) -> dict:
+    def call_within(self, seconds: float, method: str, /, **params) -> dict:
         """Call `method` with `params`, as call() does. The answer may take `seconds` more than usual."""
         usual = self._socket.gettimeout()
         self._socket.settimeout(None if usual is None else usual + seconds)
@@ -191,6 +209,19 @@ class Engine:
         self._socket.settimeout(None)
         while True:
             yield self._line()["event"]
+
+    @property
+    def _pid(self) -> int:
+        """Return the process that made the socket."""
+        return struct.unpack("3i", self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+
+    def _server(self) -> Engine | None:
+        """Connect to the server that started this engine. Other servers may use the same directory of events."""
+        for server in _answering(_sockets(self.path.parent, True), None):
+            if _is_or_descends_from(self._pid, server._pid):
+                return server
+            server.close()
+        return None
 
     def _line(self) -> dict:
         line = self._lines.readline(_MAX_LINE)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torpor import console
 from torpor.console.source import Live, Recording, inspector
-from torpor.errors import Error
+from torpor.errors import Error, NotFound
 
 _SIZE = (120, 36)
 # What a terminal's font is called; a picture that loads one would ask another machine for it.
@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--replay", metavar="RECORDING", help="what was recorded, with the same screens")
     parser.add_argument("--mock", action="store_true", help="an engine that is made up: no vLLM, no GPU")
     parser.add_argument("--readonly", action="store_true", help="no key changes anything")
-    parser.add_argument("--svg", metavar="DIRECTORY", help="write a picture of each screen instead, and end")
+    parser.add_argument("--svg", metavar="DIRECTORY", help="write pictures of screens 1 to 6 instead, and end")
     options = parser.parse_args()
     try:
         from torpor.console.app import Console
@@ -42,14 +42,14 @@ def main() -> int:
         try:
             path = _mock(stack) if options.mock else options.path or str(console.default_directory())
             source = Recording(options.replay) if options.replay else Live(path)
+            app = Console(source, options.readonly or bool(options.replay))
+            if options.svg:
+                asyncio.run(pictures(app, Path(options.svg)))
+            else:
+                app.run()
         except Error as problem:
             print(f"torpor: {problem}", file=sys.stderr)
             return 3
-        app = Console(source, options.readonly or bool(options.replay))
-        if options.svg:
-            asyncio.run(pictures(app, Path(options.svg)))
-        else:
-            app.run()
     return 0
 
 
@@ -64,13 +64,15 @@ def _mock(stack: contextlib.ExitStack) -> str:
 
 
 async def pictures(app, directory: Path) -> None:
-    """A file a screen. Live: of what there is now; of a recording: of the moment before the first sleep or wake, but
-    memory and operations of its end."""
+    """A file a screen, of 1 to 6. Live: of what there is now; of a recording: of the moment before the first sleep or
+    wake, but memory and operations of its end."""
     directory.mkdir(parents=True, exist_ok=True)
     async with app.run_test(size=_SIZE) as pilot:
         until = time.monotonic() + _PATIENCE
         while time.monotonic() < until and not (app.process and app.process["slots"] and app.process["operations"]):
             await pilot.pause(0.1)  # an engine that has just begun has nothing to show
+        if app.process is None:
+            raise NotFound(f"no engine publishes events in {app.source.path}", "start one with the option events_dir")
         begun = _operations(app.source) if isinstance(app.source, Recording) else []
         for keys, moment in ((_THEN, begun[0] - app.began - 1e-6 if begun else None), (_AT_LAST, None)):
             if moment is not None:

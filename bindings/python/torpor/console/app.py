@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar
 
 from rich.text import Text
@@ -19,10 +21,13 @@ from textual.widgets import DataTable, Footer, Input, Static
 import torpor.console
 from torpor.console import pages
 from torpor.console.source import Live, printable
-from torpor.errors import Busy, Error
+from torpor.errors import Busy, Error, NotFound
 
 _LOOKS_A_SECOND = 4
 _LEASE = 60
+_PATIENCE = 5  # seconds for an answer: the screen stands meanwhile
+# What may take longer. Each has a connection and a thread of its own, so that the screen and its stops go on.
+_SLOW = torpor.console.FRONT_METHODS | {"transfer.wait"}
 _ASKED = {
     "filter": "of a request's name or a state",
     "call": "METHOD NAME=VALUE …",
@@ -160,12 +165,12 @@ class Console(App):
         self.moment: float | None = None  # seconds after the first event; None: now
         self.said = ""
         self.request = ""  # of the screen of a request
-        self.others = 0  # how often another process was asked for
+        self.kept: tuple | None = None  # the process that was asked for, or acted on: it stays the one that is shown
         self.ended = False  # processes that have ended are shown, too
-        self.asked_to = ""  # the method of a key that is to be pressed again
+        self.to_stop: tuple | None = None  # the process that stops when the key of pause is pressed again
         self._snapshot: dict = {"processes": []}
         self._published: list[dict] = []
-        self._engine: torpor.console.Engine | None = None
+        self._engines: dict[str, torpor.console.Engine] = {}  # by the path of their ring; each keeps its stops
 
     def compose(self) -> ComposeResult:
         yield Static(id="top")
@@ -181,8 +186,8 @@ class Console(App):
         self.set_interval(1 / _LOOKS_A_SECOND, self.look)
 
     def on_unmount(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
+        for engine in self._engines.values():
+            engine.close()
         self.source.close()
 
     # --- what is shown
@@ -201,9 +206,9 @@ class Console(App):
 
     @property
     def process(self) -> dict | None:
-        """The one with requests, of those that live first of all; then the others."""
+        """The one that was asked for or acted on; else the one with requests, of those that live first of all."""
         there = self.processes
-        return there[self.others % len(there)] if there else None
+        return next((each for each in there if _name(each) == self.kept), there[0] if there else None)
 
     @property
     def began(self) -> float | None:
@@ -439,7 +444,10 @@ class Console(App):
         self.draw()
 
     def action_process(self) -> None:
-        self.others += 1
+        if (process := self.process) is None:
+            return
+        there = self.processes
+        self.kept = _name(there[(there.index(process) + 1) % len(there)])
         self.draw()
 
     def action_now(self) -> None:
@@ -447,33 +455,77 @@ class Console(App):
         self.look()
 
     def action_control(self, method: str) -> None:
-        """What stops an engine that goes is asked for twice."""
-        goes = self.process is not None and not self.process["stops"]
-        if method != "resume" and goes and not self.readonly and self.asked_to != method:
-            self.asked_to = method
-            self.said = f"{method}: the same key again stops the engine, for {_LEASE} s at most"
-            self.draw()
-            return
-        self.asked_to = ""
-        self._call(method, **({"lease": _LEASE} if method == "pause" else {}))
+        """A pause of an engine that goes is asked for twice."""
+        process, asked, self.to_stop = self.process, self.to_stop, None
+        if self.readonly or process is None:
+            self._call(method)  # says why not
+        elif process["process"].startswith("front"):
+            self.said = f"{process['process']} is a server: choose its engine with tab"
+        elif method == "step" and _goes(process):
+            self.said = "nothing is stopped: p stops the engine"
+        elif method == "pause" and _goes(process) and asked != _name(process):
+            self.to_stop = _name(process)
+            self.said = f"pause: the same key again stops the engine, for {_LEASE} s at most"
+        else:
+            self._call(method, **({"lease": _LEASE} if method == "pause" else {}))
         self.draw()
 
-    def _call(self, method: str, **params) -> None:
+    def _call(self, method: str, /, **params) -> None:
+        """Ask the process that is shown."""
         if self.readonly:
             self.said = f"read-only: no {method}"
             return
+        if (process := self.process) is None:
+            self.said = f"no engine is there for {method}"
+            return
+        self.kept = _name(process)
+        if method in _SLOW:
+            self.said = f"{method}: under way"
+            threading.Thread(target=self._call_slowly, args=(process, method, params), daemon=True).start()
+            return
+        path = process["path"]
         try:
-            if self._engine is None:
-                self._engine = torpor.console.connect(self.source.path, timeout=5)
-            answer = self._engine.call(method, **params)
+            if path not in self._engines:
+                self._engines[path] = _connect(process, _PATIENCE)
+            answer = self._engines[path].call(method, **params)
             self.said = "" if method in ("pause", "resume", "step") else json.dumps(answer)[:_SAID]
         except (Error, OSError) as problem:
             self.said = str(problem)
-            if isinstance(problem, (Busy, OSError)):  # the connection is of no use any more
-                broken, self._engine = self._engine, None
-                if broken is not None:
-                    with contextlib.suppress(Exception):
-                        broken.close()
+            # An engine's answer may be an OSError too; then the connection, and the stops that belong to it, stay.
+            broken = isinstance(problem, Busy) or not isinstance(problem, Error)
+            if broken and (engine := self._engines.pop(path, None)) is not None:
+                with contextlib.suppress(Exception):
+                    engine.close()
+
+    def _call_slowly(self, process: dict, method: str, params: dict) -> None:
+        try:
+            with _connect(process, None) as engine:
+                said = json.dumps(engine.call(method, **params))[:_SAID]
+        except (Error, OSError) as problem:
+            said = str(problem)
+        self.said = f"{method}: {said}"  # drawn with the next look
+
+
+def _name(process: dict) -> tuple:
+    """Return what tells a process from the others of a directory, at each moment."""
+    return process["path"], process["pid"]
+
+
+def _goes(process: dict) -> bool:
+    """Return whether the engine takes steps: a hold is of one request or transfer."""
+    return all(stop["cause"] == "hold" for stop in process["stops"])
+
+
+def _connect(process: dict, timeout: float | None) -> torpor.console.Engine:
+    """Connect to the socket beside the process's ring."""
+    path = Path(process["path"]).with_suffix(".sock")
+    try:
+        return torpor.console.connect(path, timeout)
+    except NotFound:
+        raise NotFound(
+            f"{process['process']} pid {process['pid']} has no socket",
+            'choose its engine with tab, or start that with the option console="read" or "control"',
+        ) from None
 
 
 def _value(word: str) -> bool | float | str:

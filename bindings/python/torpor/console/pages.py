@@ -180,7 +180,7 @@ y                copy the request's name  e    a picture of the screen (SVG)
 space            freeze the view          g    now      q  quit
 [ ]  { }         to the change, to the lint before and after this moment
 t                to so many seconds after the first event
-p c n            pause the engine, go on, one step; what stops it is pressed twice
+p c n            pause the engine (press twice), go on, one step of a paused one
 b x              breakpoint, cancel a transfer
 :                any call of the table in docs/console.md
 

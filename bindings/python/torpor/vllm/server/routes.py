@@ -46,6 +46,8 @@ _STATUS = {
 _PROGRESS_SECONDS = 0.5
 _EVENT_STREAM = "text/event-stream"
 _MAX_PARAMS = 1 << 16
+_PATIENCE_WITH_ENGINE = 30  # seconds for an answer of its console
+_LONGEST_WAIT = 300  # seconds, of transfer.wait
 _PARSED = "X-Torpor-Parsed"  # of a stream: what is parsed(), as torpor.client reads it
 _NEVER_PARSED = ("cmpl-", "generate-tokens-")  # ids of answers that are the model's text as it is
 
@@ -797,5 +799,19 @@ def ask_console(path: str | None, method: str, params: dict) -> dict:
         raise errors.Unsupported("a subscription over HTTP", "ask for events with `after`, or use the socket")
     if method in ("pause", "breakpoint.add"):
         params = params | {"stay": True}
-    with torpor.console.connect(path) as engine:
-        return engine.call(method, **params)
+    waits = _seconds_of_waiting(params) if method == "transfer.wait" else 0
+    try:
+        with torpor.console.connect(path, _PATIENCE_WITH_ENGINE) as engine:
+            return engine.call_within(waits, method, **params)
+    except Error:
+        raise  # also those that are an OSError
+    except TimeoutError:
+        raise errors.TimedOut(f"the engine has not answered {method}", "look whether its process hangs") from None
+    except OSError as problem:
+        raise errors.Busy(f"the connection to the engine failed: {problem}", "look whether its process lives") from None
+
+
+def _seconds_of_waiting(params: dict) -> float:
+    """Return how long the engine may wait before it answers. It refuses at once what is no number of seconds."""
+    timeout = params.get("timeout", 30)
+    return min(max(0, timeout), _LONGEST_WAIT) if isinstance(timeout, int | float) else 0
