@@ -165,10 +165,7 @@ Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_vie
 
 void RankMemory::set_foreign(const std::string& tag, bool foreign) {
   const MutexLock lock(mutex_);
-  if (foreign)
-    foreign_.insert(tag);
-  else
-    foreign_.erase(tag);
+  steps_->set_foreign(tag, foreign);
 }
 
 Status RankMemory::free(DeviceAddress address) {

@@ -154,7 +154,7 @@ class RankMemory {
   RankSteps& steps() TORPOR_REQUIRES(mutex_) { return *steps_; }
   void free_left() noexcept TORPOR_REQUIRES(mutex_);  // what free_soon() left
   void fill(RankLedger& ledger) const TORPOR_REQUIRES(mutex_);
-  const std::set<std::string>& foreign() const TORPOR_REQUIRES(mutex_) { return foreign_; }
+  const std::set<std::string>& foreign() const TORPOR_REQUIRES(mutex_) { return steps_->foreign(); }
   RegionImages& images() TORPOR_REQUIRES(mutex_) { return *images_; }
   const SleepAllocator& allocator() const { return *allocator_; }
   DeviceMemory& device() { return *device_; }
@@ -186,7 +186,6 @@ class RankMemory {
   uint64_t kv_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;  // of the regions
   uint64_t other_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
   std::vector<DeviceAddress> left_ TORPOR_GUARDED_BY(mutex_);  // by free_soon()
-  std::set<std::string> foreign_ TORPOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace torpor
