@@ -84,6 +84,8 @@ struct RankMemoryOptions {
   bool deferred_thread = true;
 };
 
+Error of_another_process(int64_t process);  // that memory belongs to the process with this id, which forked
+
 class RankMemory {
  public:
   // Make the memory of a rank. kInvalidArgument: host_compression is a codec for files. Other errors: those of the
@@ -159,7 +161,7 @@ class RankMemory {
   const SleepAllocator& allocator() const { return *allocator_; }
   DeviceMemory& device() { return *device_; }
   int32_t rank() const { return options_.rank; }
-  Status same_process() const;
+  Status same_process() const;  // asked before a lock: in a forked child it may be held for ever
   Mutex& mutex() const TORPOR_RETURN_CAPABILITY(mutex_) { return mutex_; }
 
  private:
