@@ -272,7 +272,7 @@ TEST_F(MemorySaverTest, AChildThatIsForkedDuringASleepIsRefusedAtOnce) {
   copies.get_future().wait();
   const pid_t child = ::fork();
   if (child == 0) {
-    ::alarm(30);
+    ::alarm(10);
     const auto refused = [](const auto& result) { return !result && result.error().what.find("forked") != std::string::npos; };
     memory_.mark_dirty({});
     const bool all = refused(memory_.free(0, address)) && refused(memory_.free_soon(0, address)) &&
