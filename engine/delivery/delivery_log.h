@@ -10,9 +10,9 @@
 // write, and when the file has grown to several times the size of what is still needed. It writes the state, answer by
 // answer; then what was recorded meanwhile; syncs; then, while writers wait, what was recorded during the sync, and the
 // mark that completes the file. From then on records go into the new file. It is synced, and the older files are
-// deleted. Until the mark is written the older file counts, and has everything. Older files that are to be kept get other
-// names before the mark is written; without them the new file counts, and has everything. A kill or power loss loses the
-// last records, never earlier ones.
+// deleted. Until the mark is written the older file counts, and has everything. Older files that are to be kept get
+// other names before the mark is written; without them the new file counts, and has everything. A kill or power loss
+// loses the last records, never earlier ones.
 //
 // Times of answers come from a wall clock that ignores later changes of the machine's clock.
 //

@@ -75,7 +75,7 @@ class DeliveryLogDirectory {
   DeliveryLogDirectory(std::unique_ptr<Directory> directory, std::string path)
       : directory_(std::move(directory)), path_(std::move(path)) {}
   Status read_files(AnswerTable& answers, const DeliveryLogReader& reader, const Clock& clock, DeliveryLogFound& found);
-  Result<std::vector<uint64_t>> numbers() const;  // ascending
+  Result<std::vector<uint64_t>> numbers() const;   // ascending
   Result<std::string> set_aside(uint64_t number);  // return the new name
 
   const std::unique_ptr<Directory> directory_;

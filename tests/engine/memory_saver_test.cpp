@@ -201,8 +201,7 @@ class MemorySaverBesideAnEngine : public MemorySaverTest {
     };
     rank_ = value_of(memory_.memory_of(0, with_late_blocks));
     const DeviceAddress kv = allocate({.tag = "kv_cache", .engine = true});
-    const KvTensor tensor{
-        .address = kv, .layers = 1, .layer_stride = 1, .block_stride = kBlock, .block_bytes = kBlock};
+    const KvTensor tensor{.address = kv, .layers = 1, .layer_stride = 1, .block_stride = kBlock, .block_bytes = kBlock};
     EXPECT_SUCCEEDS(rank_->set_kv_layout("kv_cache", {.num_blocks = 4, .tensors = {tensor}}));
     optimizer_ = allocate({.tag = "optimizer"});
     std::memset(at(optimizer_), 7, kSize);
@@ -273,7 +272,9 @@ TEST_F(MemorySaverTest, AChildThatIsForkedDuringASleepIsRefusedAtOnce) {
   const pid_t child = ::fork();
   if (child == 0) {
     ::alarm(10);
-    const auto refused = [](const auto& result) { return !result && result.error().what.find("forked") != std::string::npos; };
+    const auto refused = [](const auto& result) {
+      return !result && result.error().what.find("forked") != std::string::npos;
+    };
     memory_.mark_dirty({});
     const bool all = refused(memory_.free(0, address)) && refused(memory_.free_soon(0, address)) &&
                      refused(memory_.sleep({})) && refused(memory_.wake({})) && refused(memory_.allocate(0, 5000)) &&
@@ -293,8 +294,7 @@ TEST_F(MemorySaverTest, DamageInHostMemorySaysThatTheContentIsLost) {
   const std::string text = "a text that is nowhere else in this process";
   std::memcpy(at(address), text.data(), text.size());
   ASSERT_SUCCEEDS(memory_.sleep({}));
-  for (const uint64_t found : test::addresses_of(std::as_bytes(std::span(text))))
-    *at(found) ^= std::byte{1};
+  for (const uint64_t found : test::addresses_of(std::as_bytes(std::span(text)))) *at(found) ^= std::byte{1};
   const Result<TagMove> woken = memory_.wake({});
   EXPECT_FAILS(woken, Code::kCorruption, "do not match their digest");
   EXPECT_NE(woken.error().next_step.find("load it again"), std::string::npos) << woken.error().next_step;
