@@ -161,7 +161,7 @@ void bind_memory(py::module_& module) {
       py::arg("tags"));
   module.def("memory_ledgers", [] {
     py::dict out;
-    for (const auto& [device, ledger] : without_lock([] { return memory_saver().ledgers(); }))
+    for (const auto& [device, ledger] : value_or_raise(without_lock([] { return memory_saver().ledgers(); })))
       out[py::int_(device)] = to_python(ledger);
     return out;
   });

@@ -210,7 +210,7 @@ Status BackgroundCheckpoint::take(const Value& outputs) {
     return ok();
   });
   at_ = At::kTaken;
-  enter("commit");
+  enter("commit");  // the name that recordings have: it writes the state, and "verify" commits
   Status begun = work_.begin([this] { return write_state(); });
   return begun ? ok() : Status(fail(std::move(begun).error()));
 }

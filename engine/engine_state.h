@@ -34,7 +34,8 @@ class EngineState final : public Operation::Owner {
   // Return the part of the state that others may read.
   ControllerState view() const;
 
-  // Enter a state and emit its event. An unrecoverable engine stays unrecoverable.
+  // Enter a state and emit its event. The operations keep to the order above; this function ensures only that an
+  // unrecoverable engine stays so.
   void enter(At at) noexcept;
   // Mark the engine as unrecoverable, and log why.
   void lose(const Error& error) noexcept override;

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <set>
 
+#include <unistd.h>
+
 #include <fmt/core.h>
 
 #include "base/event.h"
@@ -40,15 +42,27 @@ std::vector<MemorySaver::Scope>& MemorySaver::scopes() {
   return scopes;
 }
 
+Status MemorySaver::same_process() const {
+  const int64_t process = process_;
+  return process == 0 || process == ::getpid() ? ok() : of_another_process(process);
+}
+
 Result<RankMemory*> MemorySaver::find_or_make(int device, const MakeMemory& make) {
   Device& entry = devices_[device];
   if (entry.memory == nullptr) {
-    TORPOR_ASSIGN_OR_RETURN(entry.memory, make(device));
+    const int64_t before = process_.exchange(::getpid());
+    Result<std::unique_ptr<RankMemory>> made = make(device);
+    if (!made) {
+      process_ = before;
+      return std::move(made).error();
+    }
+    entry.memory = std::move(*made);
   }
   return entry.memory.get();
 }
 
 Result<RankMemory*> MemorySaver::memory_of(int device, const MakeMemory& make) {
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
   return find_or_make(device, make ? make : make_memory_);
 }
@@ -65,6 +79,7 @@ Result<DeviceAddress> MemorySaver::allocate(int device, uint64_t bytes) {
                  .what = "a backup on disk is not offered for single regions",
                  .next_step = "keep it in host memory"};
   }
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
   TORPOR_ASSIGN_OR_RETURN(RankMemory* const memory, find_or_make(device, make_memory_));
   if (margin_bytes_ > 0) TORPOR_RETURN_IF_ERROR(leaves_margin(memory->device().info(), bytes, margin_bytes_));
@@ -93,11 +108,13 @@ Status MemorySaver::is_owner(const Scope& scope) const {
 }
 
 Status MemorySaver::check_owner(const Scope& scope) const {
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
   return is_owner(scope);
 }
 
 std::set<std::string> MemorySaver::engine_tags() const {
+  if (!same_process()) return {};
   const MutexLock lock(mutex_);
   return engine_tags_;
 }
@@ -117,12 +134,14 @@ Result<RankMemory*> MemorySaver::find(int device) const {
 }
 
 Status MemorySaver::free(int device, DeviceAddress address) {
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
   TORPOR_ASSIGN_OR_RETURN(RankMemory* const memory, find(device));
   return memory->free(address);
 }
 
 Status MemorySaver::free_soon(int device, DeviceAddress address) {
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
   TORPOR_ASSIGN_OR_RETURN(RankMemory* const memory, find(device));
   return memory->free_soon(address);
@@ -137,6 +156,7 @@ void MemorySaver::free_left() {
 }
 
 uint64_t MemorySaver::trim(int device, std::span<const DeviceAddress> addresses) {
+  if (!same_process()) return 0;
   const MutexLock lock(mutex_);
   const auto found = devices_.find(device);
   if (found == devices_.end() || found->second.memory == nullptr) return 0;
@@ -153,11 +173,13 @@ uint64_t MemorySaver::trim(int device, std::span<const DeviceAddress> addresses)
 }
 
 void MemorySaver::set_margin(uint64_t bytes) {
+  if (!same_process()) return;
   const MutexLock lock(mutex_);
   margin_bytes_ = bytes;
 }
 
 Status MemorySaver::read_saved(DeviceAddress address, std::span<std::byte> out) const {
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
   for (const auto& [ordinal, device] : devices_) {
     if (device.memory == nullptr) continue;
@@ -247,6 +269,7 @@ std::vector<std::string> MemorySaver::kept(const std::vector<std::string>& tags,
 
 Result<TagMove> MemorySaver::sleep(const std::vector<std::string>& tags,
                                    const std::optional<std::vector<std::string>>& keep, CleanCheck clean) {
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
   free_left();
   return each("sleep", tags, RegionState::kAttached, [&](RankMemory& memory, const std::vector<std::string>& selected) {
@@ -255,6 +278,7 @@ Result<TagMove> MemorySaver::sleep(const std::vector<std::string>& tags,
 }
 
 Result<TagMove> MemorySaver::wake(const std::vector<std::string>& tags) {
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
   free_left();
   return each("wake", tags, RegionState::kDetached, [](RankMemory& memory, const std::vector<std::string>& selected) {
@@ -264,6 +288,7 @@ Result<TagMove> MemorySaver::wake(const std::vector<std::string>& tags) {
 
 Result<TagMove> MemorySaver::plan_sleep(const std::vector<std::string>& tags,
                                         const std::optional<std::vector<std::string>>& keep) {
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
   return each("", tags, RegionState::kAttached, [&](RankMemory& memory, const std::vector<std::string>& selected) {
     return TagSleep(memory).plan_sleep(selected, kept(selected, keep));
@@ -271,6 +296,7 @@ Result<TagMove> MemorySaver::plan_sleep(const std::vector<std::string>& tags,
 }
 
 Result<TagMove> MemorySaver::plan_wake(const std::vector<std::string>& tags) {
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
   return each("", tags, RegionState::kDetached, [](RankMemory& memory, const std::vector<std::string>& selected) {
     return TagSleep(memory).plan_wake(selected);
@@ -278,6 +304,7 @@ Result<TagMove> MemorySaver::plan_wake(const std::vector<std::string>& tags) {
 }
 
 void MemorySaver::mark_dirty(const std::vector<std::string>& tags) {
+  if (!same_process()) return;
   const MutexLock lock(mutex_);
   for (auto& [ordinal, device] : devices_) {
     if (device.memory == nullptr) continue;
@@ -287,7 +314,8 @@ void MemorySaver::mark_dirty(const std::vector<std::string>& tags) {
   }
 }
 
-std::map<int, RankLedger> MemorySaver::ledgers() const {
+Result<std::map<int, RankLedger>> MemorySaver::ledgers() const {
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
   std::map<int, RankLedger> ledgers;
   for (const auto& [ordinal, device] : devices_) {

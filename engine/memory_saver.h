@@ -8,9 +8,12 @@
 // Each sleep and wake of a device emits the events of an operation, and the memory of the device after it
 // (RankMemoryOptions::events).
 //
-// Threads: any. Failure: errors are values. In a forked child every call that needs the device is an error.
+// Threads: any. Failure: errors are values. In a child that was forked after the first memory was made, every call that
+// returns a Status or a Result is kFailedPrecondition, and the others do nothing. None waits for a lock there: a thread
+// that the child does not have may have held it.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -78,7 +81,8 @@ class MemorySaver {
                              const std::optional<std::vector<std::string>>& keep = {});
   Result<TagMove> plan_wake(const std::vector<std::string>& tags);
   void mark_dirty(const std::vector<std::string>& tags);  // `tags` empty: all
-  std::map<int, RankLedger> ledgers() const;              // by device ordinal; they have the state of each tag
+  // Return the ledgers by device ordinal. They have the state of each tag.
+  Result<std::map<int, RankLedger>> ledgers() const;
   // Call RankMemory::end_prefault() of each device. No other thread may allocate, sleep or wake meanwhile.
   void end_prefault() noexcept;
 
@@ -87,6 +91,7 @@ class MemorySaver {
     std::unique_ptr<RankMemory> memory;
     uint64_t allocations = 0;  // made so far; the number names the next one
   };
+  Status same_process() const;
   Result<RankMemory*> find_or_make(int device, const MakeMemory& make) TORPOR_REQUIRES(mutex_);
   Result<RankMemory*> find(int device) const TORPOR_REQUIRES(mutex_);
   void free_left() TORPOR_REQUIRES(mutex_);  // what free_soon() left
@@ -101,6 +106,7 @@ class MemorySaver {
       TORPOR_REQUIRES(mutex_);
 
   const MakeMemory make_memory_;
+  std::atomic<int64_t> process_ = 0;  // id of the process that made the first memory; 0: none was made
   mutable Mutex mutex_;
   std::map<int, Device> devices_ TORPOR_GUARDED_BY(mutex_);
   std::set<std::string> engine_tags_ TORPOR_GUARDED_BY(mutex_);

@@ -175,12 +175,13 @@ void RankMemory::end_prefault() noexcept {
   arena_->end_prefault();
 }
 
-Status RankMemory::same_process() const {
-  if (::getpid() == process_) return ok();
-  return Error{.code = Code::kFailedPrecondition,
-               .what = fmt::format("this memory belongs to process {}, which forked", process_),
-               .next_step = "make it in the child, or use spawn"};
+Error of_another_process(int64_t process) {
+  return {.code = Code::kFailedPrecondition,
+          .what = fmt::format("this memory belongs to process {}, which forked", process),
+          .next_step = "make it in the child, or use spawn"};
 }
+
+Status RankMemory::same_process() const { return ::getpid() == process_ ? ok() : of_another_process(process_); }
 
 Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_view name, uint64_t size_bytes) {
   TORPOR_RETURN_IF_ERROR(same_process());
@@ -195,10 +196,7 @@ Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_vie
 
 void RankMemory::set_foreign(const std::string& tag, bool foreign) {
   const MutexLock lock(mutex_);
-  if (foreign)
-    foreign_.insert(tag);
-  else
-    foreign_.erase(tag);
+  steps_->set_foreign(tag, foreign);
 }
 
 Status RankMemory::free(DeviceAddress address) {
@@ -275,6 +273,7 @@ Status RankMemory::read_saved(DeviceAddress address, std::span<std::byte> out) c
 }
 
 Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
   TORPOR_RETURN_IF_ERROR(steps_->nothing_deferred());
   TORPOR_RETURN_IF_ERROR(images_->set_kv_layout(std::move(tag), std::move(layout)));
@@ -286,6 +285,7 @@ Status RankMemory::set_kv_layout(std::string tag, KvLayout layout) {
 }
 
 Result<std::shared_ptr<HostStore>> RankMemory::make_host_store(const HostStoreOptions& options) {
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
   TORPOR_ASSIGN_OR_RETURN(std::shared_ptr<HostStore> store, HostStore::create(*arena_, options));
   if (!store->traits().addressable) {
@@ -304,11 +304,13 @@ Result<std::shared_ptr<HostStore>> RankMemory::make_host_store(const HostStoreOp
 }
 
 void RankMemory::mark_dirty(std::string_view tag) {
+  if (!same_process()) return;
   const MutexLock lock(mutex_);
   images_->note_write(tag);
 }
 
 void RankMemory::invalidate_digest(std::string_view tag) {
+  if (!same_process()) return;
   const MutexLock lock(mutex_);
   images_->invalidate_digest(tag);
   if (tag == kWeightsTag) named_weights_->invalidate();
@@ -321,6 +323,7 @@ Status RankMemory::name_weights(std::string label, std::vector<DevicePiece> piec
 }
 
 Result<std::string> RankMemory::weights_digest() {
+  TORPOR_RETURN_IF_ERROR(same_process());
   const MutexLock lock(mutex_);
   const orders::DigestTags order{.tags = {kWeightsTag}, .named = named_weights_->any()};
   TORPOR_ASSIGN_OR_RETURN(const orders::DigestTags::Reply reply, steps_->carry_out(order));

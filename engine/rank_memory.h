@@ -84,6 +84,8 @@ struct RankMemoryOptions {
   bool deferred_thread = true;
 };
 
+Error of_another_process(int64_t process);  // that memory belongs to the process with this id, which forked
+
 class RankMemory {
  public:
   // Make the memory of a rank. kInvalidArgument: host_compression is a codec for files. Other errors: those of the
@@ -158,12 +160,12 @@ class RankMemory {
   RankSteps& steps() TORPOR_REQUIRES(mutex_) { return *steps_; }
   void free_left() noexcept TORPOR_REQUIRES(mutex_);  // what free_soon() left
   void fill(RankLedger& ledger) const TORPOR_REQUIRES(mutex_);
-  const std::set<std::string>& foreign() const TORPOR_REQUIRES(mutex_) { return foreign_; }
+  const std::set<std::string>& foreign() const TORPOR_REQUIRES(mutex_) { return steps_->foreign(); }
   RegionImages& images() TORPOR_REQUIRES(mutex_) { return *images_; }
   const SleepAllocator& allocator() const { return *allocator_; }
   DeviceMemory& device() { return *device_; }
   int32_t rank() const { return parts_->rank; }
-  Status same_process() const;
+  Status same_process() const;  // asked before a lock: in a forked child it may be held for ever
   Mutex& mutex() const TORPOR_RETURN_CAPABILITY(mutex_) { return mutex_; }
 
  private:
@@ -191,7 +193,6 @@ class RankMemory {
   uint64_t kv_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;  // of the regions
   uint64_t other_bytes_ TORPOR_GUARDED_BY(mutex_) = 0;
   std::vector<DeviceAddress> left_ TORPOR_GUARDED_BY(mutex_);  // by free_soon()
-  std::set<std::string> foreign_ TORPOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace torpor

@@ -37,8 +37,8 @@ Result<Bytes> RankService::answer(const Order& order) {
 
 Bytes RankService::call(const Bytes& order) {
   Result<Bytes> answered = try_catch([&]() -> Result<Bytes> {
-    const MutexLock lock(memory_.mutex());
     TORPOR_RETURN_IF_ERROR(memory_.same_process());
+    const MutexLock lock(memory_.mutex());
     TORPOR_ASSIGN_OR_RETURN(const RankOrder decoded, decode_order(order));
     return std::visit([this](const auto& one) TORPOR_REQUIRES(memory_.mutex()) { return answer(one); }, decoded);
   });

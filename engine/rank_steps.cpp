@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/rank_steps.h"
 
+#include <algorithm>
+
 #include <malloc.h>
 
 #include <fmt/core.h>
@@ -60,7 +62,7 @@ Result<orders::Save::Reply> RankSteps::carry_out(const orders::Save& order) {
 // Leave out the tags that this rank does not have. A KV cache that went stays, and makes the save fail: without it the
 // blocks of the order would be lost unnoticed.
 Result<orders::Save::Reply> RankSteps::save_all(const orders::Save& asked) {
-  TORPOR_RETURN_IF_ERROR(restorer_.nothing_deferred());
+  if (concerns_engine(asked.tags)) TORPOR_RETURN_IF_ERROR(restorer_.nothing_deferred());
   orders::Save order = asked;
   const std::vector<std::string> here = images_.here(asked.tags);
   std::erase_if(order.tags, [&](const std::string& tag) { return !has_tag(here, tag) && !images_.is_kv(tag); });
@@ -119,7 +121,7 @@ Result<orders::Undo::Reply> RankSteps::carry_out(const orders::Undo& order) {
       images_.forget_saved(order.tags);
       break;
     case What::kRestore:
-      restorer_.cancel_deferred();
+      if (concerns_engine(order.tags)) restorer_.cancel_deferred();
       const std::vector<std::string> tags = images_.asleep_of(order.tags);
       Status cancelled;
       if (!tags.empty() || order.tags.empty()) cancelled = parts_.allocator.cancel_restore(tags);
@@ -141,7 +143,20 @@ Status RankSteps::cancel_save(const std::vector<std::string>& tags) {
   return here.empty() ? ok() : parts_.allocator.cancel_save(here);
 }
 
-// Called before memory is released.
+void RankSteps::set_foreign(const std::string& tag, bool foreign) {
+  if (foreign)
+    foreign_.insert(tag);
+  else
+    foreign_.erase(tag);
+}
+
+// An order without tags is an engine's.
+bool RankSteps::concerns_engine(const std::vector<std::string>& tags) const {
+  return tags.empty() ||
+         std::any_of(tags.begin(), tags.end(), [this](const std::string& tag) { return !foreign_.contains(tag); });
+}
+
+// Called before memory of the engine is released.
 Status RankSteps::nothing_moves() {
   TORPOR_RETURN_IF_ERROR(restorer_.nothing_deferred());
   saver_.checkpoint().stop();
@@ -151,7 +166,8 @@ Status RankSteps::nothing_moves() {
 }
 
 Result<orders::Detach::Reply> RankSteps::carry_out(const orders::Detach& order) {
-  TORPOR_RETURN_IF_ERROR(nothing_moves());
+  const bool of_engine = concerns_engine(order.tags);
+  TORPOR_RETURN_IF_ERROR(of_engine ? nothing_moves() : parts_.transfers.usable());
   orders::Detach::Reply reply;
   const std::vector<std::string> tags = images_.here(order.tags);
   for (const RegionInfo& region : parts_.allocator.regions()) {
@@ -169,8 +185,10 @@ Result<orders::Detach::Reply> RankSteps::carry_out(const orders::Detach& order) 
     return std::move(detached).error();
   }
   images_.on_detached(tags, std::move(away));
-  saver_.on_detached();
-  request_images_.on_detached();
+  if (of_engine) {
+    saver_.on_detached();
+    request_images_.on_detached();
+  }
   give_back_unused();
   ::malloc_trim(0);  // the engine has just freed what it derived from the content
   return reply;
@@ -191,7 +209,7 @@ Result<orders::Restore::Reply> RankSteps::restore_tags(const orders::Restore& or
   const auto kv = states.find(kKvCacheTag);
   // The deferred blocks are those of a wake that was undone while this rank did not hear of it.
   if (kv != states.end() && kv->second != RegionState::kAttached) restorer_.cancel_deferred();
-  TORPOR_RETURN_IF_ERROR(restorer_.nothing_deferred());
+  if (concerns_engine(order.tags)) TORPOR_RETURN_IF_ERROR(restorer_.nothing_deferred());
   const std::vector<std::string> tags = images_.asleep_of(order.tags);
   if (!tags.empty() || order.tags.empty()) {  // with no tag named the allocator would take all
     if (order.channel.empty()) TORPOR_RETURN_IF_ERROR(has_room_for(tags));

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -55,6 +56,10 @@ class RankSteps {
   Result<orders::DropImage::Reply> carry_out(const orders::DropImage& order);
   Result<orders::CopyBlocks::Reply> carry_out(const orders::CopyBlocks& order);
 
+  // Note that `tag` is of a program that shares this memory with an engine, or not. Orders for such tags alone leave
+  // what the engine does meanwhile alone.
+  void set_foreign(const std::string& tag, bool foreign);
+  const std::set<std::string>& foreign() const { return foreign_; }
   const RankSaver& saver() const { return saver_; }
   Status nothing_deferred() const { return restorer_.nothing_deferred(); }
   // Stop what reads or writes a region that is about to be freed or trimmed.
@@ -69,6 +74,7 @@ class RankSteps {
  private:
   Result<orders::DigestTags::Reply> digest_named(bool as_proven);
   uint64_t writes_of_weights();  // how often they were written so far
+  bool concerns_engine(const std::vector<std::string>& tags) const;
   Status nothing_moves();
   Status kv_is_attached() const;
   Result<orders::Save::Reply> save_all(const orders::Save& asked);
@@ -83,6 +89,7 @@ class RankSteps {
   RegionImages& images_;
   NamedWeights& named_weights_;
   BackgroundPrefault* const prefault_;
+  std::set<std::string> foreign_;
   std::weak_ptr<HostStore> packed_store_;
   uint64_t packed_store_staging_ = 0;  // bytes
   RankSaver saver_;

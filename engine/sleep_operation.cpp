@@ -46,11 +46,13 @@ struct SleepOperation::Step {
   Status (SleepOperation::*undo)();  // called also if the step failed half-way or did nothing
 };
 
+// Recordings and metrics have the names of the phases. "commit" does not commit: it writes the state into a checkpoint
+// under construction, which goes with pending_ if it is not committed. "verify" commits it.
 const std::array<SleepOperation::Step, SleepOperation::kSteps> SleepOperation::steps_ = {{
     // phase     wanted                              take                          undo
     {"quiesce", &SleepOperation::always, &SleepOperation::quiesce, &SleepOperation::resume},
     {"capture", &SleepOperation::captures, &SleepOperation::capture, &SleepOperation::release_host_slots},
-    {"commit", &SleepOperation::writes_checkpoint, &SleepOperation::write_state, &SleepOperation::nothing},
+    {"commit", &SleepOperation::writes_checkpoint, &SleepOperation::write_state, &SleepOperation::left_to_pending},
     {"save", &SleepOperation::always, &SleepOperation::save, &SleepOperation::cancel_save},
     {"verify", &SleepOperation::always, &SleepOperation::verify, &SleepOperation::withdraw},
     {"detach", &SleepOperation::releases_memory, &SleepOperation::drop_derived, &SleepOperation::rebuild_derived},

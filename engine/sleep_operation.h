@@ -90,7 +90,7 @@ class SleepOperation {
   Result<uint64_t> capture();
   Status release_host_slots();
   Result<uint64_t> write_state();
-  Status nothing() { return ok(); }
+  Status left_to_pending() { return ok(); }  // its destructor removes the checkpoint under construction
   Result<uint64_t> save();
   Status cancel_save();
   Result<uint64_t> verify();

@@ -177,8 +177,10 @@ BlockOutcome OffloadScheduler::reserve(const QueuedBlock& block, StoreId store, 
   if (!accepting(store)) return BlockOutcome::kDegraded;
   if (store == StoreId::kDisk) reinsert_used();
   Result<Slot> reserved = index_->reserve(store, &block.key);
-  while (!reserved && store == StoreId::kHost && reserved.error().code == Code::kResourceExhausted &&
-         on_no_room_ != nullptr && on_no_room_()) {
+  const auto make_room = [this] {  // nothing may fail here: the batch is committed
+    return on_no_room_ != nullptr && try_catch([this]() -> Result<bool> { return on_no_room_(); }).value_or(false);
+  };
+  while (!reserved && store == StoreId::kHost && reserved.error().code == Code::kResourceExhausted && make_room()) {
     reserved = index_->reserve(store, &block.key);
   }
   if (reserved) {

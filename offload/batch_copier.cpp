@@ -27,6 +27,14 @@ Error wrong_bytes(const SavedChunk& saved) {
                .next_step = "use another checkpoint"};
 }
 
+// What ends with this process has no other copy. A damaged checkpoint has: another checkpoint.
+void correct_next_steps(std::span<ChunkTransfer> batch, const StoreTraits& store) {
+  if (!store.in_memory && !store.temporary) return;
+  for (ChunkTransfer& chunk : batch) {
+    if (!chunk.status && chunk.status.error().code == Code::kCorruption) chunk.status.error().next_step = kLoadAgain;
+  }
+}
+
 }  // namespace
 
 Error quarantined_error() {
@@ -402,6 +410,10 @@ DrainResult BatchCopier::finish() {
     return ok();
   });
   if (!stored) fail_all(place.batch, stored.error());
+  (void)try_catch([&]() -> Status {
+    if (place.from() != nullptr) correct_next_steps(place.batch, place.from()->traits());
+    return ok();
+  });
   for (ChunkTransfer& chunk : place.batch) {
     if (chunk.outcome == BlockOutcome::kUnproven) continue;
     chunk.outcome = chunk.status ? BlockOutcome::kTransferred : BlockOutcome::kFailed;

@@ -40,7 +40,8 @@ FileRecord record_of(const SavedChunk& chunk, std::span<std::byte> bytes, const 
 
 }  // namespace
 
-DiskTier::DiskTier(ChunkFileOptions options) : options_(std::move(options)) {}
+DiskTier::DiskTier(ChunkFileOptions options)
+    : traits_{.kind = "disk", .temporary = !options.durable}, options_(std::move(options)) {}
 
 Result<std::unique_ptr<DiskTier>> DiskTier::create(Directory& directory, std::string_view name,
                                                    ChunkFileOptions options) {

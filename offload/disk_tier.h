@@ -25,7 +25,8 @@ struct ChunkFileOptions {
   std::shared_ptr<const Seal> seal;         // null: neither authenticated nor encrypted
   std::shared_ptr<ProgressMeter> progress;  // may be null; after a cancel, put() and get() fail with kAborted
   FileIo io = FileIo::kFastest;
-  // After finish() what was written survives a power cut. If false, finish() only reports writes that were lost.
+  // After finish() what was written survives a power cut. If false, the file ends with this process, and finish()
+  // only reports writes that were lost.
   bool durable = true;
 };
 
@@ -64,7 +65,7 @@ class DiskTier final : public RecordStore {
   Status count(uint64_t bytes);
   uint64_t take_place(uint64_t padded_bytes);
 
-  const StoreTraits traits_{.kind = "disk"};
+  const StoreTraits traits_;
   ChunkFileOptions options_;
   std::vector<Source> sources_;
   std::atomic<uint64_t> end_ = 0;  // offset of the next chunk

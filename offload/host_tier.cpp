@@ -86,7 +86,10 @@ Status HostTier::unpack(const RecordPart& part) {
                  .what = fmt::format("{} is not in the {} tier", chunk.key.to_string(), traits_.kind)};
   }
   const Status unpacked = decompress(chunk.codec, stored, part.bytes);
-  return unpacked ? ok() : Status(unpacked.error().within(chunk.key.to_string()));
+  if (unpacked) return ok();
+  Error damaged = unpacked.error().within(chunk.key.to_string());
+  if (damaged.code == Code::kCorruption) damaged.next_step = kLoadAgain;
+  return damaged;
 }
 
 HostArena::Span HostTier::release(const SavedChunk& chunk) noexcept {

@@ -27,6 +27,7 @@ struct StoreTraits {
   std::string_view kind;      // "host", "disk", "remote"
   bool in_memory = false;     // in memory of this machine
   bool addressable = false;   // in memory, unencoded: place() and view() return it
+  bool temporary = false;     // a file that ends with this process
   bool durable = false;       // SlotStore: has recover() and lease()
   bool shared = false;        // on another machine, filled by others too: get() and find() use the key
   uint64_t record_bytes = 0;  // SlotStore: largest size of one record
@@ -35,6 +36,9 @@ struct StoreTraits {
   int32_t slots_per_segment = 0;
   uint64_t bytes_per_put = 0;  // each put() costs as much as so many bytes, so it gets as many at once. 0: it is cheap
 };
+
+// The next step after damage of a store that ends with this process.
+inline constexpr const char* kLoadAgain = "its content is lost: load it again, or wake a checkpoint";
 
 // One record that enters or leaves a store, with its bytes outside of the store, and its status.
 struct RecordPart {

@@ -157,11 +157,12 @@ Status DeliveryLog::rotate() {
     bool in_use = false;
     const Status done = try_catch([&]() -> Status {
       TORPOR_ASSIGN_OR_RETURN(const std::shared_ptr<DeliveryLogFile> file, write_beside());
+      if (aside) TORPOR_RETURN_IF_ERROR(set_aside_older(file->number()));
       TORPOR_RETURN_IF_ERROR(switch_to(file));
       in_use = true;
       // Syncs what went into the older file and was synced there, and all since.
       TORPOR_RETURN_IF_ERROR(file->sync());
-      return remove_older(file->number(), aside);
+      return directory_->remove_older(file->number());
     });
     const MutexLock lock(mutex_);
     rotation_.reset();
@@ -249,8 +250,7 @@ Status DeliveryLog::switch_to(const std::shared_ptr<DeliveryLogFile>& file) {
   return ok();
 }
 
-Status DeliveryLog::remove_older(uint64_t number, bool aside) {
-  if (!aside) return directory_->remove_older(number);
+Status DeliveryLog::set_aside_older(uint64_t number) {
   TORPOR_ASSIGN_OR_RETURN(std::string path, directory_->set_aside_older(number));
   const MutexLock lock(mutex_);
   sets_aside_ = false;

@@ -10,8 +10,9 @@
 // write, and when the file has grown to several times the size of what is still needed. It writes the state, answer by
 // answer; then what was recorded meanwhile; syncs; then, while writers wait, what was recorded during the sync, and the
 // mark that completes the file. From then on records go into the new file. It is synced, and the older files are
-// deleted. Until the mark is written the older file counts, and has everything. A kill or power loss loses the last
-// records, never earlier ones.
+// deleted. Until the mark is written the older file counts, and has everything. Older files that are to be kept get
+// other names before the mark is written; without them the new file counts, and has everything. A kill or power loss
+// loses the last records, never earlier ones.
 //
 // Times of answers come from a wall clock that ignores later changes of the machine's clock.
 //
@@ -145,7 +146,7 @@ class DeliveryLog {
   Result<std::shared_ptr<DeliveryLogFile>> write_beside() TORPOR_EXCLUDES(writer_, mutex_);
   Status append_tail(DeliveryLogFile& file) TORPOR_EXCLUDES(mutex_);
   Status switch_to(const std::shared_ptr<DeliveryLogFile>& file) TORPOR_EXCLUDES(writer_, mutex_);
-  Status remove_older(uint64_t number, bool aside) TORPOR_EXCLUDES(writer_, mutex_);
+  Status set_aside_older(uint64_t number) TORPOR_EXCLUDES(writer_, mutex_);
 
   FileSystem& file_system_;
   const DeliveryLogOptions options_;

@@ -2,6 +2,7 @@
 #include "engine/delivery/delivery_log_directory.h"
 
 #include <algorithm>
+#include <cerrno>
 
 #include <fmt/core.h>
 
@@ -9,6 +10,11 @@
 #include "checkpoint/engine_checkpoint.h"
 
 namespace torpor {
+namespace {
+
+constexpr std::string_view kAside = "set-aside-";  // begins the name of a file that was set aside
+
+}  // namespace
 
 Result<std::unique_ptr<DeliveryLogDirectory>> DeliveryLogDirectory::open(FileSystem& file_system,
                                                                          const std::string& path) {
@@ -24,6 +30,13 @@ Result<std::unique_ptr<DeliveryLogDirectory>> DeliveryLogDirectory::open(FileSys
   opened->lock_ = std::move(*lock);
   TORPOR_ASSIGN_OR_RETURN(opened->at_open_, opened->numbers());
   if (!opened->at_open_.empty()) opened->newest_ = opened->at_open_.back();
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Entry> entries, opened->directory_->list());
+  for (const Entry& entry : entries) {
+    const std::string_view name = entry.name;
+    if (!name.starts_with(kAside)) continue;
+    const uint64_t number = delivery_log_file_number(name.substr(kAside.size())).value_or(0);
+    opened->newest_ = std::max(opened->newest_, number);
+  }
   return opened;
 }
 
@@ -40,7 +53,7 @@ Result<std::vector<uint64_t>> DeliveryLogDirectory::numbers() const {
 // --- reading what an earlier server left -----------------------------------------------------------------------------
 
 Result<DeliveryLogFound> DeliveryLogDirectory::read(AnswerTable& answers, const DeliveryLogReader& reader,
-                                                    const Clock& clock) const {
+                                                    const Clock& clock) {
   DeliveryLogFound found;
   if (at_open_.empty()) return found;
   const Status read = read_files(answers, reader, clock, found);
@@ -57,7 +70,7 @@ Result<DeliveryLogFound> DeliveryLogDirectory::read(AnswerTable& answers, const 
 // Read the newest complete file. If none is complete, read what is readable of the oldest: it was complete when the
 // others were begun.
 Status DeliveryLogDirectory::read_files(AnswerTable& answers, const DeliveryLogReader& reader, const Clock& clock,
-                                        DeliveryLogFound& found) const {
+                                        DeliveryLogFound& found) {
   Fingerprint engine = reader.engine;
   const DeliveryLogSink sink = {
       .engine = [&](Fingerprint read) { engine = std::move(read); },
@@ -87,6 +100,7 @@ Status DeliveryLogDirectory::read_files(AnswerTable& answers, const DeliveryLogR
   for (auto number = at_open_.rbegin(); number != at_open_.rend() && !whole; ++number) {
     answers.clear();
     engine = reader.engine;
+    counts_ = *number;
     TORPOR_ASSIGN_OR_RETURN(const DeliveryLogFileRead read,
                             read_delivery_log_file(*directory_, delivery_log_file_name(*number), reader.key, sink));
     whole = read.whole;
@@ -122,17 +136,35 @@ Status DeliveryLogDirectory::remove_older(uint64_t number) {
 }
 
 Result<std::string> DeliveryLogDirectory::set_aside_older(uint64_t number) {
-  std::string newest;
-  TORPOR_ASSIGN_OR_RETURN(const std::vector<uint64_t> numbers, this->numbers());
-  for (const uint64_t each : numbers) {
-    if (each >= number) break;
-    const std::string name = delivery_log_file_name(each);
-    const std::string aside = fmt::format("set-aside-{}", name);
-    TORPOR_RETURN_IF_ERROR(directory_->rename_new(name, aside));
-    newest = path_ + "/" + aside;
+  TORPOR_ASSIGN_OR_RETURN(std::vector<uint64_t> older, numbers());
+  std::erase_if(older, [&](uint64_t each) { return each >= number; });
+  // The file that counts is the last one, so that after a kill no other file counts in its place.
+  std::stable_partition(older.begin(), older.end(), [&](uint64_t each) { return each != counts_; });
+  std::string last;
+  for (size_t i = 0; i < older.size(); ++i) {
+    const bool is_last = i + 1 == older.size();
+    if (is_last && i > 0) TORPOR_RETURN_IF_ERROR(directory_->sync());
+    Result<std::string> aside = set_aside(older[i]);
+    if (!aside) {
+      remove(number);
+      return aside;
+    }
+    last = path_ + "/" + *aside;
   }
   TORPOR_RETURN_IF_ERROR(directory_->sync());
-  return newest;
+  return last;
+}
+
+Result<std::string> DeliveryLogDirectory::set_aside(uint64_t number) {
+  const std::string name = delivery_log_file_name(number);
+  std::string aside = fmt::format("{}{}", kAside, name);
+  Status renamed = directory_->rename_new(name, aside);
+  if (!renamed && renamed.error().native == EEXIST) {  // a log before this one began with the same numbers
+    aside = fmt::format("{}{}", kAside, delivery_log_file_name(++newest_));
+    renamed = directory_->rename_new(name, aside);
+  }
+  if (!renamed) return std::move(renamed).error();
+  return aside;
 }
 
 }  // namespace torpor

@@ -3,7 +3,8 @@
 // server left in them.
 //
 // A file counts once it is complete; until then the one before it counts. So a new file is made beside the older ones,
-// and those are deleted, or set aside under other names, when the new one is durable.
+// and those are deleted when the new one is durable. Files that are to be kept are set aside under other names before
+// the new one is complete: otherwise the next server would delete them after a kill.
 //
 // Owner: a DeliveryLog, or who looks into the directory of another server. Threads: one at a time. Failure: errors are
 // values. A number is never used twice, whatever became of its file.
@@ -53,7 +54,7 @@ class DeliveryLogDirectory {
   // Read the files that were there at open() into `answers`, which is empty. Nothing is written. `clock`: no answer is
   // newer than it. kIncompatible: running answers belong to another engine (OtherEngine). kUnauthenticated: the log has
   // another seal.
-  Result<DeliveryLogFound> read(AnswerTable& answers, const DeliveryLogReader& reader, const Clock& clock) const;
+  Result<DeliveryLogFound> read(AnswerTable& answers, const DeliveryLogReader& reader, const Clock& clock);
 
   // Make the next file, which is empty, sealed if there is a key.
   Result<std::shared_ptr<DeliveryLogFile>> create(const Key* key, bool encrypt);
@@ -62,7 +63,9 @@ class DeliveryLogDirectory {
   void remove(uint64_t number) { (void)directory_->remove_file(delivery_log_file_name(number)); }
   // Remove all files before this one. What cannot be removed is logged, and stays.
   Status remove_older(uint64_t number);
-  // Rename all files before this one, and sync. Return the path of the newest of them; empty: there was none.
+  // Rename all files before this one, and sync. This one has all answers and is synced, but is not complete. Return the
+  // path of the file that read() took the answers from; empty: there was none. After a rename that failed this file is
+  // removed, and that one is as it was.
   Result<std::string> set_aside_older(uint64_t number);
 
   // Let another server open the directory. The owner uses it no more, except to look whether there is one.
@@ -71,15 +74,16 @@ class DeliveryLogDirectory {
  private:
   DeliveryLogDirectory(std::unique_ptr<Directory> directory, std::string path)
       : directory_(std::move(directory)), path_(std::move(path)) {}
-  Status read_files(AnswerTable& answers, const DeliveryLogReader& reader, const Clock& clock,
-                    DeliveryLogFound& found) const;
-  Result<std::vector<uint64_t>> numbers() const;  // ascending
+  Status read_files(AnswerTable& answers, const DeliveryLogReader& reader, const Clock& clock, DeliveryLogFound& found);
+  Result<std::vector<uint64_t>> numbers() const;   // ascending
+  Result<std::string> set_aside(uint64_t number);  // return the new name
 
   const std::unique_ptr<Directory> directory_;
   const std::string path_;
   std::unique_ptr<File> lock_;     // null: released
   std::vector<uint64_t> at_open_;  // numbers of files, ascending
-  uint64_t newest_ = 0;            // number of the newest file that was begun
+  uint64_t counts_ = 0;            // number of the file that read() took the answers from; 0: none
+  uint64_t newest_ = 0;            // the highest number that was used, also by a file that was set aside
 };
 
 }  // namespace torpor

@@ -3,10 +3,15 @@
 
 #include <cstring>
 #include <functional>
+#include <future>
+
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "allocator/host_device.h"
 #include "base/units.h"
 #include "tests/support/faulty_device.h"
+#include "tests/support/process_bytes.h"
 #include "tests/support/rank_call.h"
 #include "tests/support/results.h"
 #include "tests/support/temporary_directory.h"
@@ -71,7 +76,7 @@ TEST_F(MemorySaverTest, WhatIsTrimmedIsNeitherCountedNorCopiedAndTheRestKeepsIts
   EXPECT_EQ(memory_.trim(1, trimmed), 0u);                 // on another device
   EXPECT_EQ(memory_.trim(0, trimmed), 6 * kMiB);
   EXPECT_EQ(memory_.trim(0, trimmed), 0u);
-  const RankLedger ledger = memory_.ledgers().at(0);
+  const RankLedger ledger = value_of(memory_.ledgers()).at(0);
   EXPECT_EQ(ledger.tags.at("default").region_bytes, 2 * kMiB);
   EXPECT_EQ(ledger.tags.at("default").physical_bytes, 2 * kMiB);
   EXPECT_EQ(ledger.device_physical_bytes, 2 * kMiB);
@@ -92,7 +97,7 @@ TEST_F(MemorySaverTest, WhatWasSavedOfTrimmedMemoryIsForgotten) {
   EXPECT_EQ(memory_.trim(0, std::vector{unused}), 0u);
   EXPECT_EQ(value_of(memory_.plan_wake({})).physical_bytes, 2 * kMiB);
   ASSERT_TRUE(memory_.wake({}));
-  EXPECT_EQ(memory_.ledgers().at(0).device_physical_bytes, 2 * kMiB);
+  EXPECT_EQ(value_of(memory_.ledgers()).at(0).device_physical_bytes, 2 * kMiB);
   EXPECT_EQ(at(used)[0], std::byte{5});
 }
 
@@ -202,6 +207,117 @@ TEST_F(MemorySaverTest, AnEngineAndItsProgramLeaveTheTagsOfTheOtherAlone) {
   ASSERT_SUCCEEDS(memory_.free(0, weights));
   ASSERT_TRUE(allocate({.tag = "weights"}));
   EXPECT_EQ(tags(), std::vector<std::string>{"optimizer"});
+}
+
+// An engine with KV blocks, and a region of its program.
+class MemorySaverBesideAnEngine : public MemorySaverTest {
+ protected:
+  static constexpr uint64_t kBlock = 8 * kKiB;
+
+  MemorySaverBesideAnEngine() {
+    const auto with_late_blocks = [](int) {
+      return RankMemory::create(value_of(make_host_device({.capacity_bytes = 64 * kMiB})), linux_file_system(),
+                                {.handle_bytes = 2 * kMiB, .deferred_job_bytes = 1, .deferred_thread = false});
+    };
+    rank_ = value_of(memory_.memory_of(0, with_late_blocks));
+    const DeviceAddress kv = allocate({.tag = "kv_cache", .engine = true});
+    const KvTensor tensor{.address = kv, .layers = 1, .layer_stride = 1, .block_stride = kBlock, .block_bytes = kBlock};
+    EXPECT_SUCCEEDS(rank_->set_kv_layout("kv_cache", {.num_blocks = 4, .tensors = {tensor}}));
+    optimizer_ = allocate({.tag = "optimizer"});
+    std::memset(at(optimizer_), 7, kSize);
+  }
+  void expect_program_sleeps_and_wakes() {
+    ASSERT_SUCCEEDS(memory_.sleep({"optimizer"}));
+    ASSERT_SUCCEEDS(memory_.wake({"optimizer"}));
+    EXPECT_EQ(at(optimizer_)[kSize - 1], std::byte{7});
+  }
+  template <class Order>
+  typename Order::Reply call(const Order& order) {
+    SCOPED_TRACE(Order::kName);
+    return value_of(test::call_rank(*rank_, order));
+  }
+
+  RankMemory* rank_ = nullptr;
+
+ private:
+  static constexpr uint64_t kSize = 2 * kMiB;
+  DeviceAddress allocate(const MemorySaver::Scope& scope) {
+    MemorySaver::scopes().push_back(scope);
+    const DeviceAddress address = value_of(memory_.allocate(0, kSize));
+    MemorySaver::scopes().pop_back();
+    return address;
+  }
+  DeviceAddress optimizer_ = 0;
+};
+
+TEST_F(MemorySaverBesideAnEngine, ItsProgramsSleepEndsNoCheckpoint) {
+  const test::TemporaryDirectory directory;
+  call(orders::Save{.stage = orders::Save::Stage::kOpen, .directory = directory.path()});
+  expect_program_sleeps_and_wakes();
+  EXPECT_TRUE(call(orders::PollSave{.wait = true}).ended);
+  ASSERT_SUCCEEDS(memory_.sleep({"optimizer", "kv_cache"}));
+  EXPECT_FAILS(test::call_rank(*rank_, orders::PollSave{.wait = true}), Code::kFailedPrecondition, "begin it again");
+}
+
+TEST_F(MemorySaverBesideAnEngine, ItsProgramSleepsWhileBlocksOfAnEarlyWakeAreOnTheirWay) {
+  call(orders::Save{.tags = {"kv_cache"}, .blocks = {1, 2}, .versions = {1, 1}, .steps = 1});
+  call(orders::Detach{.tags = {"kv_cache"}});
+  EXPECT_EQ(call(orders::Restore{.tags = {"kv_cache"}, .deferred = {2}}).deferred_bytes, kBlock);
+  call(orders::Finish{.tags = {"kv_cache"}});
+  expect_program_sleeps_and_wakes();
+  EXPECT_FAILS(memory_.sleep({"optimizer", "kv_cache"}), Code::kFailedPrecondition, "on their way");
+  // A wake of the program that is undone leaves them alone, too.
+  call(orders::Save{.tags = {"optimizer"}});
+  call(orders::Detach{.tags = {"optimizer"}});
+  call(orders::Restore{.tags = {"optimizer"}});
+  call(orders::Undo{.what = orders::Undo::What::kRestore, .tags = {"optimizer"}});
+  ASSERT_SUCCEEDS(memory_.wake({"optimizer"}));
+  const orders::PollRestore::Reply came = call(orders::PollRestore{.seen = {0}, .wait = DeferredWait::kAll});
+  ASSERT_EQ(came.arrivals.size(), 1u) << came.why;
+  EXPECT_EQ(came.arrivals[0].how, BlockArrival::kArrived);
+}
+
+// The child lacks the thread that sleeps and holds the lock.
+TEST_F(MemorySaverTest, AChildThatIsForkedDuringASleepIsRefusedAtOnce) {
+  const DeviceAddress address = value_of(memory_.allocate(0, 2 * kMiB));
+  std::promise<void> copies;
+  std::promise<void> go_on;
+  device_->on_copy([&, copied = false]() mutable {
+    if (std::exchange(copied, true)) return;
+    copies.set_value();
+    go_on.get_future().wait();
+  });
+  auto sleeping = std::async(std::launch::async, [&] { return memory_.sleep({}); });
+  copies.get_future().wait();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(10);
+    const auto refused = [](const auto& result) {
+      return !result && result.error().what.find("forked") != std::string::npos;
+    };
+    memory_.mark_dirty({});
+    const bool all = refused(memory_.free(0, address)) && refused(memory_.free_soon(0, address)) &&
+                     refused(memory_.sleep({})) && refused(memory_.wake({})) && refused(memory_.allocate(0, 5000)) &&
+                     refused(memory_.plan_sleep({})) && refused(memory_.ledgers()) && memory_.engine_tags().empty() &&
+                     memory_.trim(0, std::vector<DeviceAddress>{address}) == 0;
+    ::_exit(all ? 0 : 1);
+  }
+  int status = -1;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);  // not that of SIGALRM
+  go_on.set_value();
+  EXPECT_SUCCEEDS(sleeping.get());
+}
+
+TEST_F(MemorySaverTest, DamageInHostMemorySaysThatTheContentIsLost) {
+  const DeviceAddress address = value_of(memory_.allocate(0, 5000));
+  const std::string text = "a text that is nowhere else in this process";
+  std::memcpy(at(address), text.data(), text.size());
+  ASSERT_SUCCEEDS(memory_.sleep({}));
+  for (const uint64_t found : test::addresses_of(std::as_bytes(std::span(text)))) *at(found) ^= std::byte{1};
+  const Result<TagMove> woken = memory_.wake({});
+  EXPECT_FAILS(woken, Code::kCorruption, "do not match their digest");
+  EXPECT_NE(woken.error().next_step.find("load it again"), std::string::npos) << woken.error().next_step;
 }
 
 TEST_F(MemorySaverTest, ABackupOnDiskIsRefusedByName) {

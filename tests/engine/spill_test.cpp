@@ -293,7 +293,9 @@ TEST_F(Spill, WithAKeyTheFileIsSealed) {
       out.seekp(static_cast<std::streamoff>(bytes.size() - kBytes / 2));
       out.put(static_cast<char>(~bytes[bytes.size() - kBytes / 2]));
     }
-    EXPECT_FAILS(call_rank(*memory, orders::Restore{.tags = tags}), Code::kCorruption, "kv_cache block");
+    const auto woken = call_rank(*memory, orders::Restore{.tags = tags});
+    EXPECT_FAILS(woken, Code::kCorruption, "kv_cache block");
+    EXPECT_NE(woken.error().next_step.find("load it again"), std::string::npos) << woken.error().next_step;
   }
 }
 

@@ -170,6 +170,22 @@ TEST_P(OffloadSchedulerTest, S2TheFailureOfOneRankMakesASlotInvisibleOnAllAndIts
   EXPECT_EQ(scene.hits({1, 2}), 2);
 }
 
+TEST_P(OffloadSchedulerTest, ABatchEndsAlsoIfThereIsNoMemoryToMakeRoomForIt) {
+  OffloadScene& scene = this->scene({.rank = {.host_slots = 1}});
+  scene.compute(0, 10);
+  (void)scene.offer({1}, {0});
+  scene.drain();
+  const uint32_t request = scene.scheduler->begin_request("r");
+  ASSERT_EQ(scene.scheduler->match(request, scene.keys_of({1}), 0), 1);  // pins the only slot
+  scene.compute(1, 20);
+  scene.scheduler->on_no_room([]() -> bool { throw std::bad_alloc(); });
+  const TransferHandle handle = scene.offer({2}, {1});
+  (void)scene.send();
+  scene.scheduler->on_no_room(nullptr);
+  EXPECT_EQ(handle.count(BlockOutcome::kNoRoom), 1u);
+  EXPECT_EQ(scene.device.holds(1), 0);
+}
+
 TEST_P(OffloadSchedulerTest, S3AfterAnUnprovenCopyBothSidesAreNeverUsedAgain) {
   OffloadScene& scene = this->scene({.rank = {.host_slots = 2}});
   scene.compute(0, 10);

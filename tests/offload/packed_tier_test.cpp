@@ -97,7 +97,9 @@ TEST_F(PackedTier, ADamagedChunkIsNamed) {
   memory.bytes()[0] = std::byte{255};  // no such base
   tier_.adopt(chunk, std::move(memory));
   std::vector<std::byte> bytes(chunk.bytes);
-  EXPECT_FAILS(tier_.get_one(chunk, bytes), Code::kCorruption, "t/r[7]");
+  const Status damaged = tier_.get_one(chunk, bytes);
+  EXPECT_FAILS(damaged, Code::kCorruption, "t/r[7]");
+  EXPECT_NE(damaged.error().next_step.find("load it again"), std::string::npos);
   --chunk.stored_bytes;
   EXPECT_FAILS(tier_.get_one(chunk, bytes), Code::kInternal, "t/r[7] is not in the host tier");
 }

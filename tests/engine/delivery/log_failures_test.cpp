@@ -344,5 +344,46 @@ TEST_F(DeliveryLogTest, AKillAtAnyMomentTakesNothingThatWasRecorded) {
   EXPECT_GT(killed * static_cast<uint64_t>(test::next_case()), 30U);
 }
 
+// Wherever the call that sets a log aside fails or is killed, the next server has the answers, and the log keeps its
+// bytes. The log before this one was removed but for what was set aside, so that numbers began again.
+TEST_F(DeliveryLogTest, ALogIsSetAsideAlsoIfThatIsInterrupted) {
+  uint64_t interrupted = 0;
+  for (const test::Fault fault : {test::Fault::kError, test::Fault::kKillBefore, test::Fault::kKillAfter}) {
+    for (uint64_t call = 1;; call += static_cast<uint64_t>(test::next_case())) {
+      DeliveryLogOptions own = options();
+      own.directory = directory_ / fmt::format("{}-{}", static_cast<int>(fault), call);
+      ASSERT_TRUE(succeeded(open(own)->start(asked("a"))));
+      const Bytes before = read(own.directory + "/answers-000000000001");
+      write(own.directory + "/answers-000000000002", {});  // begun, not complete
+      const std::string earlier = own.directory + "/set-aside-answers-000000000001";
+      write(earlier, Bytes{1, 2, 3});
+      own.engine = {{"model", "b"}};
+      own.other_engine = OtherEngine::kSetAside;
+      const pid_t child = ::fork();
+      ASSERT_GE(child, 0);
+      if (child == 0) {
+        test::FaultyFileSystem faulty;
+        faulty.plan.set(fault, call);
+        const bool opened = DeliveryLog::open(faulty, own).has_value();
+        ::_exit(opened && !faulty.plan.fired() ? 0 : 1);
+      }
+      int status = 0;
+      ASSERT_EQ(::waitpid(child, &status, 0), child);
+      const auto answers = open(own);
+      EXPECT_TRUE(answers->get("a")) << call;
+      bool kept = false;
+      for (const auto& entry : boost::filesystem::directory_iterator(own.directory)) {
+        const bool aside = entry.path().filename().string().starts_with("set-aside-");
+        kept = kept || (aside && read(entry.path().string()) == before);
+      }
+      EXPECT_TRUE(kept) << "fault " << static_cast<int>(fault) << " at call " << call;
+      EXPECT_EQ(read(earlier), (Bytes{1, 2, 3}));
+      if (WIFEXITED(status) && WEXITSTATUS(status) == 0) break;
+      ++interrupted;
+    }
+  }
+  EXPECT_GT(interrupted * static_cast<uint64_t>(test::next_case()), 30U);
+}
+
 }  // namespace
 }  // namespace torpor
