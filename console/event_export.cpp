@@ -89,6 +89,11 @@ std::string EventExport::key(const Digest& key) const {
   return digest.finish().hex();
 }
 
+uint64_t EventExport::transfer(const Event& event) const {
+  // The parent of a block is the beginning of a key.
+  return options_.anonymous && event.type == EventType::kRegistered ? 0 : event.transfer;
+}
+
 bool EventExport::of_wanted_type(const Event& event) const {
   return types_.empty() || std::find(types_.begin(), types_.end(), event.type) != types_.end();
 }
@@ -130,7 +135,8 @@ Json EventExport::to_json(const EventSource& source, const EventTexts& texts, co
   } else if (event.request != 0) {
     json["request"] = request(source, texts, event.request);
   }
-  if (!schema->transfer.empty() && event.transfer != 0) json[std::string(schema->transfer)] = event.transfer;
+  if (const uint64_t number = transfer(event); !schema->transfer.empty() && number != 0)
+    json[std::string(schema->transfer)] = number;
   if (!schema->key.empty()) json[std::string(schema->key)] = key(event.key);
   const auto add = [&](std::string_view name, uint64_t value) { json[std::string(name)] = value; };
   if (event.type == EventType::kCopy) {  // its fields mean other things at the begin than at the end
@@ -165,20 +171,23 @@ std::string EventExport::to_line(const EventSource& source, const EventTexts& te
 }
 
 std::string EventExport::csv_heading() {
-  return "time,process,pid,sequence,type,from,to,request,transfer,key,a_high,a_low,b_high,b_low\n";
+  return "time,process,pid,sequence,type,from,to,request,transfer,key,a_high,a_low,b_high,b_low,words\n";
 }
 
-std::string EventExport::to_csv(const EventSource& source, const EventTexts& texts, const Event& event) {
+std::string EventExport::to_csv(const EventSource& source, const EventTexts& texts, const Event& event,
+                                std::string_view words) {
   const EventSchema* schema = schema_of(event.type);
   const bool split_a = schema != nullptr && !schema->a[1].empty();
   const bool split_b = schema != nullptr && !schema->b[1].empty();
   const bool keyed = schema != nullptr && !schema->key.empty();
-  return fmt::format("{:.6f},{}{},{},{},{},{},{},{},{},{},{},{},{},{}\n", source.wall_seconds(event.time),
+  // The fields of a text hold characters of it.
+  const uint64_t a = event.type == EventType::kText ? 0 : event.a;
+  const uint64_t b = event.type == EventType::kText ? 0 : event.b;
+  return fmt::format("{:.6f},{}{},{},{},{},{},{},{},{},{},{},{},{},{},{}\n", source.wall_seconds(event.time),
                      csv_cell(source.role), source.rank, source.pid, event.sequence, type_name(event), from_name(event),
                      to_name(event), names_a_request(event) ? csv_cell(request(source, texts, event.request)) : "",
-                     event.transfer, keyed ? key(event.key) : "", split_a ? high_of(event.a) : 0,
-                     split_a ? low_of(event.a) : event.a, split_b ? high_of(event.b) : 0,
-                     split_b ? low_of(event.b) : event.b);
+                     transfer(event), keyed ? key(event.key) : "", split_a ? high_of(a) : 0, split_a ? low_of(a) : a,
+                     split_b ? high_of(b) : 0, split_b ? low_of(b) : b, csv_cell(std::string(words)));
 }
 
 bool EventExport::write(const std::vector<SourceEvents>& sources, Format format, const Write& write) {
@@ -211,7 +220,7 @@ bool EventExport::write(const std::vector<SourceEvents>& sources, Format format,
         out = fmt::format("{:15}  {:<7} {:<10} {}={}  {}\n", "", json["process"].get<std::string>(),
                           json["type"].get<std::string>(), text->kind == TextKind::kError ? "operation" : "input",
                           text->transfer, json["words"].get<std::string>());
-      if (format == Format::kCsv) out = to_csv(source, known, event);
+      if (format == Format::kCsv) out = to_csv(source, known, event, json["words"].get<std::string>());
     } else if (format == Format::kNdjson) {
       out = dump(to_json(source, known, event)) + '\n';
     } else {

@@ -22,7 +22,7 @@ struct ExportOptions {
   double since = 0;             // seconds before the last event; 0: all
   uint64_t after = 0;           // only events after the one with this sequence
   uint64_t until = UINT64_MAX;  // no events after the one with this sequence
-  // Replace the names of requests and the keys, leave out texts of errors: for reports to others.
+  // Replace the names of requests and the keys, leave out parents of blocks and texts: for reports to others.
   bool anonymous = false;
 };
 
@@ -35,7 +35,9 @@ class EventExport {
   nlohmann::ordered_json to_json(const EventSource& source, const EventTexts& texts, const Event& event);
   std::string to_line(const EventSource& source, const EventTexts& texts, const Event& event);
   static std::string csv_heading();
-  std::string to_csv(const EventSource& source, const EventTexts& texts, const Event& event);
+  // `words`: the text that the event completes, if any.
+  std::string to_csv(const EventSource& source, const EventTexts& texts, const Event& event,
+                     std::string_view words = {});
 
   using Write = std::function<bool(std::string_view)>;  // false: stop, nobody reads any more
   enum class Format : uint8_t { kLines, kNdjson, kCsv };
@@ -51,6 +53,7 @@ class EventExport {
   explicit EventExport(ExportOptions options) : options_(std::move(options)) {}
   std::string request(const EventSource& source, const EventTexts& texts, uint32_t number);
   std::string key(const Digest& key) const;
+  uint64_t transfer(const Event& event) const;
   bool of_wanted_type(const Event& event) const;
   bool matches(std::string_view words) const;
   // Return the time from which on `since` selects events, in nanoseconds of the wall clock.

@@ -2,6 +2,7 @@
 #include "console/event_export.h"
 
 #include <algorithm>
+#include <cstring>
 #include <set>
 
 #include "base/text.h"
@@ -13,6 +14,23 @@ namespace torpor::console {
 namespace {
 
 using test::value_of;
+
+constexpr std::string_view kError = "the disk of /home/alpha is full";
+constexpr std::string_view kInput = R"({"id": "alpha", "tokens": [11, 23, 42, 7, 8, 15, 16, 23, 42]})";
+
+// The number that a field of 8 bytes holds for the characters of `text` from `at` on.
+std::string as_number(std::string_view text, size_t at) {
+  uint64_t number = 0;
+  if (at < text.size()) std::memcpy(&number, text.data() + at, std::min<size_t>(8, text.size() - at));
+  return std::to_string(number);
+}
+
+// The parent of the registered block: the first digits of its key.
+uint64_t parent() {
+  uint64_t digits = 0;
+  for (size_t i = 0; i < sizeof digits; ++i) digits = digits << 8 | digest_of({}).bytes[i];
+  return digits;
+}
 
 // Two requests, a sleep and a copy.
 std::vector<SourceEvents> example() {
@@ -30,11 +48,12 @@ std::vector<SourceEvents> example() {
   };
   publish(EventType::kPhase, number_of("save", kPhaseNames), Edge::kBegin);
   publish(EventType::kPhase, number_of("save", kPhaseNames), Edge::kFailed);
-  port.text(TextKind::kError, 0, number, "the disk of /home/alpha is full");
+  port.text(TextKind::kError, 0, number, kError);
+  port.text(TextKind::kInput, 0, number, kInput);
   publish(EventType::kOperation, 1, Edge::kFailed);
   (void)port.record(
       {.type = EventType::kCopy, .to = static_cast<uint8_t>(Edge::kEnd), .request = 1, .a = 4096, .b = 10});
-  (void)port.record({.type = EventType::kRegistered, .key = digest_of({}), .a = 3, .b = 4});
+  (void)port.record({.type = EventType::kRegistered, .transfer = parent(), .key = digest_of({}), .a = 3, .b = 4});
   std::vector<SourceEvents> sources(1);
   sources[0].source = this_process("core", 0, system_clock());
   EventReader(*ring).read(sources[0].events, true);
@@ -73,7 +92,7 @@ TEST(EventExportTest, ALineIsAnObjectWithTheFieldsOfItsType) {
   EXPECT_NEAR((*slot)["time"].get<double>(), system_clock().unix_seconds(), 60);
   const auto error = std::find_if(all.begin(), all.end(), [](const auto& line) { return line["type"] == "error"; });
   ASSERT_NE(error, all.end());
-  EXPECT_EQ((*error)["words"], "the disk of /home/alpha is full");
+  EXPECT_EQ((*error)["words"], kError);
 }
 
 // A client names its requests, and anybody may have written a recording.
@@ -120,15 +139,21 @@ TEST(EventExportTest, WhatIsAnonymousHasNoNamesNoKeysAndNoWords) {
   for (const EventExport::Format format :
        {EventExport::Format::kNdjson, EventExport::Format::kCsv, EventExport::Format::kLines}) {
     const std::string text = written(format, {.anonymous = true});
-    for (const std::string& secret : {std::string("alpha"), std::string("beta"), digest_of({}).hex()}) {
-      EXPECT_NE(plain.find(secret), std::string::npos);
+    for (const std::string& secret : {std::string("alpha"), std::string("beta"), std::string("42]"), digest_of({}).hex(),
+                                      std::to_string(parent())}) {
+      EXPECT_NE(plain.find(secret), std::string::npos) << secret;
       EXPECT_EQ(text.find(secret), std::string::npos) << secret << " in " << text;
     }
+    // An event of a text has its last characters in two numbers.
+    for (const std::string& characters : {as_number(kError, 16), as_number(kError, 24), as_number(kInput, 48),
+                                          as_number(kInput, 56)})
+      EXPECT_EQ(text.find(characters), std::string::npos) << characters << " in " << text;
   }
 }
 
 TEST(EventExportTest, CommaSeparatedValuesHaveAsManyColumnsEverywhere) {
   const std::string text = written(EventExport::Format::kCsv);
+  EXPECT_NE(text.find(",0,0,0,0," + std::string(kError) + "\n"), std::string::npos) << text;
   EXPECT_NE(text.find("\"beta, with \"\"commas\"\"\""), std::string::npos);
   for (size_t at = 0; at < text.size();) {
     const size_t end = text.find('\n', at);
@@ -138,7 +163,7 @@ TEST(EventExportTest, CommaSeparatedValuesHaveAsManyColumnsEverywhere) {
       quoted = quoted != (c == '"');
       columns += c == ',' && !quoted ? 1 : 0;
     }
-    EXPECT_EQ(columns, 14) << text.substr(at, end - at);
+    EXPECT_EQ(columns, 15) << text.substr(at, end - at);
     at = end + 1;
   }
 }

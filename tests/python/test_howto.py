@@ -7,6 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+from zygote import MOST_SECONDS
+
+from torpor.vllm.policy import Policy
+from torpor.vllm.server.recorder import RESPONSE_ID_STARTS
 
 HOWTO = Path(__file__).parents[2] / "docs/howto"
 
@@ -46,3 +50,14 @@ def test_a_tree_search_keeps_the_best_branch_and_drops_the_others(zygote, tiny_m
         assert len(branches) == 3 and branches[int(kept)] == max(branches) and int(shared) >= 1
         assert len(set(branches)) == 3  # each child has a seed of its own
     assert re.search(r"^60 tokens, -\d+\.\d+:['\"]", done.stdout, flags=re.M), done.stdout[-3000:]
+
+
+def test_a_policy_stores_no_offline_prompt_of_a_server(monkeypatch, tmp_path):
+    (tmp_path / "chats.py").write_text(shown("own-policy"))
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = Policy("chats:Chats", MOST_SECONDS)
+    keys, groups = [b"1", b"2"], [0, 0]
+    for start in RESPONSE_ID_STARTS[:2]:  # a server's chats and completions
+        assert policy.ask(0, f"{start}batch-7-0a1b2c3d", keys, groups) == b"\0\0"
+        assert policy.ask(0, f"{start}7-batch-0a1b2c3d", keys, groups) == b"\1\1"
+    assert policy.ask(0, None, keys, groups) == policy.ask(1, "chatcmpl-batch-7", keys, groups) == b"\1\1"

@@ -141,7 +141,9 @@ def test_the_page_of_mistakes_has_what_a_server_answers(monkeypatch, tmp_path):
             async with client(app, KEYS[key]) as http:
                 answer = await http.request(method, path)
             assert answer.status_code == int(status), (path, answer.text)
-            assert answer.json()["error"]["message"].startswith(text), answer.text
+            error = answer.json()["error"]
+            assert error["message"].startswith(text), answer.text
+            assert error["message"] == f"{error['what']} ({error['next_step']})", answer.text
         assert not {"sleep", "wake_up", "checkpoint"} & {call[0] for call in server.engine.calls}
 
     run(scene())

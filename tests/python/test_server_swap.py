@@ -118,6 +118,7 @@ def answers(status: int, content=None, **headers):
     (answers(401, {"error": {"message": "Unauthorized"}}), 409, "refuses this admin key"),
     (answers(403, {"error": {"message": "no"}}), 409, "same admin key"),
     (answers(500, {"error": {"message": "the engine is dead", "code": 500}}), 500, "answers 500: the engine is dead"),
+    (answers(503, {"error": {"message": "it ends", "code": 503, "what": "it ends"}}), 500, "answers 503: it ends"),
     (answers(200), 500, "no server of torpor"),
     (answers(307, Location="http://127.0.0.1:1/"), 500, "answers 307"),
     (answers(404, {"detail": "Not Found"}), 500, "answers 404"),

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """torpor push and pull against real S3 servers, which are killed, paused and written to by several at once: SeaweedFS,
-and in `tools/dev proof` Ceph's gateway, where that is installed."""
+and in `tools/dev proof` Ceph's gateway, where that is installed. What the commands of a server say where it refuses a
+key."""
 
+import http.server
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -206,3 +209,50 @@ def test_whoever_is_killed_it_goes_on(server, shown, tmp_path, monkeypatch):
     server.go_on()
     assert files(result(pull)["path"]) == files(large)
     assert [path.name for path in target.iterdir() if path.name.startswith("s-")] == []
+
+
+REFUSALS = {  # as torpor's servers, their older ones, vLLM and a proxy answer
+    "/torpor": (401, {"message": "no key (send it so)", "what": "no key", "next_step": "send it so"}, ": no key"),
+    "/unguarded": (403, {"message": "start it with an admin key", "code": 403}, ": start it with an admin key"),
+    "/vllm": (401, "Unauthorized", ": Unauthorized"),
+    "/proxy": (403, None, " refuses the key (403)"),
+}
+
+
+class RefusesKeys(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        status, error, _ = REFUSALS["/" + self.path.split("/")[1]]
+        body = b"go away" if error is None else json.dumps({"error": error}).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def refuses_keys():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), RefusesKeys) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("place", REFUSALS)
+@pytest.mark.parametrize(
+    ("verb", "next_step"),
+    [
+        ("switch", "set TORPOR_ADMIN_KEY to the server's admin key"),
+        ("sessions", "set TORPOR_ADMIN_KEY to the server's admin key, or TORPOR_API_KEY to a client's key"),
+    ],
+)
+def test_why_a_server_refuses_a_key_is_said_and_which_key_the_command_needs(refuses_keys, place, verb, next_step):
+    command = [TORPOR, verb, refuses_keys + place, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    error = json.loads(done.stdout)["error"]
+    assert done.returncode == 7 and error["what"] == refuses_keys + place + REFUSALS[place][2]
+    assert error["code"] == "unauthenticated" and error["next_step"] == next_step

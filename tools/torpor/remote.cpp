@@ -4,6 +4,7 @@
 #include "tools/torpor/remote.h"
 
 #include <algorithm>
+#include <string_view>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -108,14 +109,19 @@ bool is_of_this_checkpoint(const Error& error) {
          error.code == Code::kNotFound;  // it went meanwhile
 }
 
-// What a server says of an error, as torpor's routes and vLLM's have it.
-Error error_of(const std::string& url, const remote::HttpAnswer& answer) {
+// What a server says of an error, as torpor's routes and vLLM's have it. `keys`: which variable has to have which key.
+Error error_of(const std::string& url, const remote::HttpAnswer& answer, std::string_view keys) {
   const Json content = Json::parse(answer.body, nullptr, false);
   const Json reported = content.is_object() ? content.value("error", Json()) : Json();
-  if (answer.status == 401 || answer.status == 403)
+  if (answer.status == 401 || answer.status == 403) {
+    // Of a 401 the server's next step says how HTTP sends a key.
+    const bool apart = answer.status == 401 && reported.is_object() && reported.contains("what");
+    const Json why = reported.is_object() ? reported.value(apart ? "what" : "message", Json()) : reported;
     return {.code = Code::kUnauthenticated,
-            .what = fmt::format("{} refuses the key ({})", url, answer.status),
-            .next_step = "set TORPOR_ADMIN_KEY, or TORPOR_API_KEY to a client's key"};
+            .what = why.is_string() ? fmt::format("{}: {}", url, cell(why))
+                                    : fmt::format("{} refuses the key ({})", url, answer.status),
+            .next_step = fmt::format("set {}", keys)};
+  }
   if (!reported.is_object() || !reported.value("what", Json()).is_string())
     return {.code = Code::kInternal,
             .what = fmt::format("{} answers {}", url, answer.status),
@@ -130,6 +136,10 @@ Error error_of(const std::string& url, const remote::HttpAnswer& answer) {
   return error;
 }
 
+constexpr std::string_view kAdminKey = "TORPOR_ADMIN_KEY to the server's admin key";
+constexpr std::string_view kEitherKey =
+    "TORPOR_ADMIN_KEY to the server's admin key, or TORPOR_API_KEY to a client's key";
+
 }  // namespace
 
 Result<Json> sessions_of_server(const Context& context) {
@@ -139,13 +149,13 @@ Result<Json> sessions_of_server(const Context& context) {
   const std::string key = admin ? *admin : remote::environment("TORPOR_API_KEY").value_or("");
   TORPOR_ASSIGN_OR_RETURN(const remote::HttpAnswer answer,
                           remote::http_get(url + "/v1/sessions", key, context.interrupted));
-  if (answer.status != 200) return error_of(url, answer);
+  if (answer.status != 200) return error_of(url, answer, kEitherKey);
   const Json content = Json::parse(answer.body, nullptr, false);
-  if (!content.is_object() || !content.contains("data") || !content["data"].is_array()) return error_of(url, answer);
+  if (!content.is_object() || !content.contains("data") || !content["data"].is_array()) return error_of(url, answer, kEitherKey);
   Json images = Json::array();
   Json sessions = Json::array();
   for (const Json& each : content["data"]) {
-    if (!each.is_object()) return error_of(url, answer);
+    if (!each.is_object()) return error_of(url, answer, kEitherKey);
     const bool in_tiers = each.value("object", Json()) == "session";
     Json entry = Json::object();
     for (const char* const field : {"id", "requests", "tier", "bytes", "tokens", "path", "device_bytes", "host_bytes",
@@ -201,7 +211,7 @@ Result<Json> switch_server(const Context& context) {
   const std::string key = remote::environment("TORPOR_ADMIN_KEY").value_or("");
   TORPOR_ASSIGN_OR_RETURN(const remote::HttpAnswer answer, remote::http_post(route, key, context.interrupted));
   const Json content = Json::parse(answer.body, nullptr, false);
-  if (answer.status != 200 || !is_switch_report(content)) return error_of(url, answer);
+  if (answer.status != 200 || !is_switch_report(content)) return error_of(url, answer, kAdminKey);
   Json report = {{"url", url}};
   for (const char* const field : {"to", "process", "requests", "kv", "seconds", "pause_seconds", "parts"}) {
     if (content.contains(field)) report[field] = content[field];

@@ -12,6 +12,7 @@ from argparse import Namespace
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import vllm.envs as envs
 from starlette.datastructures import Headers
@@ -25,6 +26,8 @@ from torpor.vllm.server.settings import Settings
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
 _SECRET_BYTES = 32
+_SEND_IT = "send it as Authorization: Bearer KEY"
+_ADMIN_KEY = "TORPOR_ADMIN_KEY, --torpor-admin-key-file or --torpor-admin-key"
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,14 @@ class Caller:
 _NOBODY = Caller()
 caller_of_call: ContextVar[Caller] = ContextVar("torpor_caller", default=_NOBODY)  # set by the Gate for each call
 _SECRET_FILE = "tenants.secret"
+
+
+class Refusal(NamedTuple):
+    """The answer to a call that is not let in: its status, what is wrong, and what the caller does about it."""
+
+    status: int
+    what: str
+    next_step: str = ""
 
 
 class Access:
@@ -58,8 +69,8 @@ class Access:
     def of(args: Namespace, settings: Settings) -> Access:
         return Access(client_keys(args), settings.admin(), settings.allow_unauthenticated or envs.VLLM_SERVER_DEV_MODE)
 
-    def refusal(self, who: Who, headers: Headers) -> tuple[int, str] | None:
-        """Status and reason, if the caller may not."""
+    def refusal(self, who: Who, headers: Headers) -> Refusal | None:
+        """Return why the caller may not; None: it may."""
         if who is Who.ANYBODY:
             return None
         scheme, key = credentials(headers)
@@ -72,7 +83,7 @@ class Access:
         guarded = bool(self._clients) or (who is Who.OPERATOR and self._admin is not None)
         if not guarded or is_client or is_admin:
             return None
-        return 401, "Unauthorized: this needs a key of this server"
+        return Refusal(401, "Unauthorized: this needs a key of this server", _SEND_IT)
 
     def caller(self, headers: Headers, tenant: str) -> Caller:
         """Return the caller with these headers. `tenant`: as of tenant()."""
@@ -81,22 +92,24 @@ class Access:
         is_admin = self._admin is not None and secrets.compare_digest(given, self._admin)
         return Caller(tenant, is_admin, self.refusal(Who.ADMIN, headers) is None)
 
-    def _refusal_of_change(self, is_client: bool, is_admin: bool) -> tuple[int, str] | None:
+    def _refusal_of_change(self, is_client: bool, is_admin: bool) -> Refusal | None:
         if is_admin or self._unguarded:
             return None
         if self._admin is None and not self._clients:
-            return 403, (
-                "anybody could change this server's engine: start it with an admin key (TORPOR_ADMIN_KEY, "
-                "--torpor-admin-key-file or --torpor-admin-key), or with --torpor-allow-unauthenticated"
+            return Refusal(
+                403,
+                "anybody could change this server's engine",
+                f"start it with an admin key: {_ADMIN_KEY}; or with --torpor-allow-unauthenticated",
             )
         if not is_client:
-            return 401, "Unauthorized: this needs the admin key"
+            return Refusal(401, "Unauthorized: this needs the admin key", _SEND_IT)
         if self._admin is None:
-            return 403, (
-                "this changes the engine, and clients' keys may not: start the server with an admin key "
-                "(TORPOR_ADMIN_KEY, --torpor-admin-key-file or --torpor-admin-key) and send that"
+            return Refusal(
+                403,
+                "this changes the engine, and clients' keys may not",
+                f"start the server with an admin key, and send that: {_ADMIN_KEY}",
             )
-        return 403, "this changes the engine: send the admin key instead of a client's"
+        return Refusal(403, "this changes the engine", "send the admin key instead of a client's")
 
 
 def client_keys(args: Namespace) -> list[str]:

@@ -10,8 +10,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Match, get_route_path
 from vllm.logger import init_logger
 
+from torpor.errors import Error
 from torpor.vllm.server import event_stream
-from torpor.vllm.server.access import Access, caller_of_call
+from torpor.vllm.server.access import Access, Refusal, caller_of_call
 from torpor.vllm.server.event_stream import EventStream, asks_for_events
 from torpor.vllm.server.life import ABORTS_NOTHING, HANDED_OVER, let_in
 from torpor.vllm.server.recorder import (
@@ -78,7 +79,7 @@ class Gate:
         elif refusal is None:
             refusal = await self._refusal_by_state(rule, server)
         if refusal is not None:
-            return await _refuse(scope, receive, send, *refusal)
+            return await _refuse(scope, receive, send, refusal)
         return await self.app(scope, receive, send)
 
     def _rule(self, scope) -> Rule | None:
@@ -95,25 +96,25 @@ class Gate:
             logger.warning("torpor does not know the route %s: it is refused while the engine is not awake", name)
         return UNKNOWN
 
-    async def _refusal_by_state(self, rule: Rule, server) -> tuple[int, str] | None:
+    async def _refusal_by_state(self, rule: Rule, server) -> Refusal | None:
         match rule.asleep:
             case Asleep.ENDS_REQUESTS if await server.has_handed_over():  # vLLM answers before it has aborted any
-                return 409, HANDED_OVER
+                return Refusal(409, HANDED_OVER, "ask the next one")
             case Asleep.ENDS_REQUESTS if rule.who is not Who.CLIENT and server.aborts_nothing:
-                return 503, ABORTS_NOTHING
+                return Refusal(503, ABORTS_NOTHING, "ask the next one")
             case Asleep.NEEDS_WEIGHTS if not await server.has_weights():
-                return 409, f"the server is {server.state}; POST /wake_up?tags=weights first"
+                return Refusal(409, f"the server is {server.state}", "POST /wake_up?tags=weights first")
             case Asleep.REFUSED if server.state != "awake":
-                return 409, f"the server is {server.state}; wake it first (POST /wake_up)"
+                return Refusal(409, f"the server is {server.state}", "wake it first (POST /wake_up)")
             case Asleep.UNKNOWN if server.state != "awake":
-                return 503, f"the server is {server.state}, and torpor does not know what this route needs"
+                return Refusal(503, f"the server is {server.state}, and torpor does not know what this route needs")
         return None
 
 
-def _used_id(server, headers: Headers) -> tuple[int, str] | None:
+def _used_id(server, headers: Headers) -> Refusal | None:
     given_id = headers.get("X-Request-Id")
     why = server.recorder.used_request_id(given_id) if given_id and server.recorder is not None else None
-    return None if why is None else (409, why)
+    return None if why is None else Refusal(409, why)
 
 
 class _Held:
@@ -135,7 +136,7 @@ class _Held:
             return await task
         return await self._receive()
 
-    async def until_let_in(self, server) -> tuple[int, str] | None:
+    async def until_let_in(self, server) -> Refusal | None:
         """Why it is not, or None."""
         entering = asyncio.ensure_future(server.let_in())
         try:
@@ -154,7 +155,7 @@ class _Held:
                     if not message.get("more_body", False) and not entering.done():
                         await self._begin_events(self._events)
             why = await entering
-            return None if why is None else (503, why)
+            return None if why is None else Refusal(503, why)
         finally:
             entering.cancel()
 
@@ -165,9 +166,11 @@ class _Held:
             await events.begin()
 
 
-async def _refuse(scope, receive, send, status: int, why: str) -> None:
+async def _refuse(scope, receive, send, refusal: Refusal) -> None:
+    status, what, next_step = refusal
+    why = str(Error(what, next_step))
     if scope["type"] == "websocket":
         return await send({"type": "websocket.close", "code": 1013 if status == 503 else 1008, "reason": why[:120]})
     retry = {"Retry-After": _RETRY_AFTER_SECONDS} if status == 503 else {}
-    content = {"error": {"message": why, "type": _TYPES[status], "code": status}}
+    content = {"error": {"message": why, "type": _TYPES[status], "code": status, "what": what, "next_step": next_step}}
     await JSONResponse(content, status, retry)(scope, receive, send)

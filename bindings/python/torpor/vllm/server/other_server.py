@@ -118,10 +118,11 @@ class Other:
     def _error(self, status: int, error) -> Error:
         if status in (401, 403):
             return WrongState(f"{self} refuses this admin key ({status})", "give both servers the same admin key")
-        if isinstance(error, dict) and "what" in error:
+        # A refusal of its gate has the number of its status as the code.
+        if isinstance(error, dict) and "what" in error and isinstance(error.get("code"), str):
             what, next_step = f"{self}: {error['what']}", str(error.get("next_step", ""))
             return errors.make(
-                str(error.get("code")), what, next_step, state_changed=error.get("state_changed") is True
+                error["code"], what, next_step, state_changed=error.get("state_changed") is True
             )
         message = error.get("message") if isinstance(error, dict) else None
         return Aborted(f"{self} answers {status}: {message or 'it is no server of torpor'}", "see its log")
