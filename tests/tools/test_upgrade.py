@@ -76,7 +76,8 @@ def test_running_answers_go_on_with_the_next_vllm(tiny, tmp_path):
         # Greedy ones: in float32 both releases compute the same tokens. Each draws seeded ones in its own way.
         assert [reading.text for reading in readings[::2]] == [reading.text for reading in alone[::2]]
         for reading in readings:
-            assert reading.interruptions == 1 and reading.begun_again == 0, reading
+            # The old server may take a client once more before it ceases to listen.
+            assert reading.interruptions >= 1 and reading.begun_again == 0, reading
             url, as_alice = f"{new.url}/torpor/requests/{reading.request_id}", {"Authorization": f"Bearer {ALICE}"}
             whole = httpx.get(url, headers=as_alice, timeout=600).json()
             assert reading.text == whole["choices"][0]["text"] and reading.finish_reason == "length"

@@ -202,7 +202,7 @@ def whole_gpu_path() -> int:
     python, model = setup.everything()
     setup.install_stores(python)
     parts = Parts()
-    parts.compile("release", "libraries", "tools")
+    parts.compile("release")  # tests of tools run all benches
     env = environment(model)
     on_gpu_path = env | gpu_path_environment()
     longer = {"TORPOR_PROOF": "long"}
