@@ -142,6 +142,7 @@ Result<std::unique_ptr<RankMemory>> RankMemory::create(std::unique_ptr<DeviceMem
 }
 
 Status RankMemory::apply(const RankMemoryOptions& options) {
+  TORPOR_RETURN_IF_ERROR(same_process());
   TORPOR_RETURN_IF_ERROR(packs_host_memory(options.host_compression));
   const MutexLock lock(mutex_);
   if (options.arena_budget_bytes != 0) arena_->set_budget(options.arena_budget_bytes);
