@@ -139,14 +139,14 @@ TEST(EventExportTest, WhatIsAnonymousHasNoNamesNoKeysAndNoWords) {
   for (const EventExport::Format format :
        {EventExport::Format::kNdjson, EventExport::Format::kCsv, EventExport::Format::kLines}) {
     const std::string text = written(format, {.anonymous = true});
-    for (const std::string& secret : {std::string("alpha"), std::string("beta"), std::string("42]"), digest_of({}).hex(),
-                                      std::to_string(parent())}) {
+    for (const std::string& secret : {std::string("alpha"), std::string("beta"), std::string("42]"),
+                                      digest_of({}).hex(), std::to_string(parent())}) {
       EXPECT_NE(plain.find(secret), std::string::npos) << secret;
       EXPECT_EQ(text.find(secret), std::string::npos) << secret << " in " << text;
     }
     // An event of a text has its last characters in two numbers.
-    for (const std::string& characters : {as_number(kError, 16), as_number(kError, 24), as_number(kInput, 48),
-                                          as_number(kInput, 56)})
+    for (const std::string& characters :
+         {as_number(kError, 16), as_number(kError, 24), as_number(kInput, 48), as_number(kInput, 56)})
       EXPECT_EQ(text.find(characters), std::string::npos) << characters << " in " << text;
   }
 }

@@ -44,14 +44,14 @@ def asked(client: Client, readings: list[Reading], tokens: int = TOKENS) -> list
     ]
 
 
-async def drained_in_the_middle(old: Server, new: Server, readings: list[Reading]) -> list[Reading]:
+async def drained_in_the_middle(old: Server, new: Server, readings: list[Reading], options: list[str]) -> list[Reading]:
     """Return answers to the same prompts that the new server alone has given."""
     client = Client(old.url, ALICE)
     client.also_at.append(new.url)
     tasks = asked(client, readings)
     await until(lambda: all(len(reading.text) > 20 for reading in readings))
     assert await asyncio.to_thread(old.terminate) == 0
-    new.start(["--torpor-on-wake-error", "recompute"])
+    new.start(["--torpor-on-wake-error", "recompute", *options])
     await asyncio.to_thread(new.wait_until_ready)
     await asyncio.wait_for(asyncio.gather(*tasks), 600)
     await client.close()
@@ -62,7 +62,11 @@ async def drained_in_the_middle(old: Server, new: Server, readings: list[Reading
 
 
 @pytest.mark.long
-def test_running_answers_go_on_with_the_next_vllm(tiny, tmp_path):
+@pytest.mark.parametrize(("options", "woken"), [
+    ([], "woken from the response log in"), (["--torpor-sessions"], "4 requests go on (0 of them rolled forward, 0 "),
+])  # fmt: skip
+def test_running_answers_go_on_with_the_next_vllm(tiny, tmp_path, options, woken):
+    """Their KV is computed again, or with sessions comes along."""
     python, more = other_vllm.environment("0.31")
     old = ServerOf(tiny, tmp_path / "torpor", "old", python, more)
     new = ServerOf(tiny, tmp_path / "torpor", "new", None, {})
@@ -71,8 +75,9 @@ def test_running_answers_go_on_with_the_next_vllm(tiny, tmp_path):
         old.start()
         old.wait_until_ready()
         assert version_of(old).startswith("0.31")
-        alone = asyncio.run(drained_in_the_middle(old, new, readings))
+        alone = asyncio.run(drained_in_the_middle(old, new, readings, options))
         assert version_of(new).startswith("0.32")
+        assert woken in new.log.read_text()
         # Greedy ones: in float32 both releases compute the same tokens. Each draws seeded ones in its own way.
         assert [reading.text for reading in readings[::2]] == [reading.text for reading in alone[::2]]
         for reading in readings:

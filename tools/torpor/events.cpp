@@ -369,7 +369,8 @@ Verb events_verb() {
                 app.add_option("--match", a.match, "only where a request's name or a state has this in it");
                 app.add_option("--export", a.format, "ndjson, csv, html (a page), or perfetto for ui.perfetto.dev")
                     ->check(CLI::IsMember({"ndjson", "csv", "html", "perfetto"}));
-                app.add_flag("--anonymize", a.anonymous, "other names for requests, other keys, no words of errors and inputs");
+                app.add_flag("--anonymize", a.anonymous,
+                             "other names for requests, other keys, no words of errors and inputs");
               },
           .stream = events};
 }

@@ -151,7 +151,8 @@ Result<Json> sessions_of_server(const Context& context) {
                           remote::http_get(url + "/v1/sessions", key, context.interrupted));
   if (answer.status != 200) return error_of(url, answer, kEitherKey);
   const Json content = Json::parse(answer.body, nullptr, false);
-  if (!content.is_object() || !content.contains("data") || !content["data"].is_array()) return error_of(url, answer, kEitherKey);
+  if (!content.is_object() || !content.contains("data") || !content["data"].is_array())
+    return error_of(url, answer, kEitherKey);
   Json images = Json::array();
   Json sessions = Json::array();
   for (const Json& each : content["data"]) {

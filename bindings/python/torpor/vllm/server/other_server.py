@@ -121,9 +121,7 @@ class Other:
         # A refusal of its gate has the number of its status as the code.
         if isinstance(error, dict) and "what" in error and isinstance(error.get("code"), str):
             what, next_step = f"{self}: {error['what']}", str(error.get("next_step", ""))
-            return errors.make(
-                error["code"], what, next_step, state_changed=error.get("state_changed") is True
-            )
+            return errors.make(error["code"], what, next_step, state_changed=error.get("state_changed") is True)
         message = error.get("message") if isinstance(error, dict) else None
         return Aborted(f"{self} answers {status}: {message or 'it is no server of torpor'}", "see its log")
 
