@@ -45,8 +45,8 @@ def notice_new_weights(core, declared: bool = False, by_content: bool = False) -
         changed = True
     if changed:
         side.new_weights()
-    elif looks:
-        side.weights_doubted = False
+    elif looks:  # all ranks have just hashed them
+        side.weights_doubted = core.torpor_weights_doubted = False
 
 
 def is_alone(scheduler) -> bool:
