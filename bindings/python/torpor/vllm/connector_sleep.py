@@ -12,6 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
+from torpor import _core
 from torpor.errors import TimedOut
 from torpor.vllm import connector_options, worker_answers
 
@@ -69,6 +70,7 @@ def finish_transfers(core, side, deadline: float | None = None, everything: bool
     aggregator = core.model_executor.kv_output_aggregator
     began = False
     while side.has_rest(everything):
+        _core.end_stops()  # a console may hold one of them
         if deadline is not None and time.monotonic() >= deadline:
             where = "to disk or a store" if everything else "from or to the device"
             raise TimedOut(f"KV blocks are still on their way {where}", "give the call a longer timeout")

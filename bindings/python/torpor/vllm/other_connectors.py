@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
+from torpor import _core
 from torpor.errors import DeviceError, Error, TimedOut, Unsupported
 from torpor.vllm import connector_sleep, plugin
 from torpor.vllm.connector_options import is_ours
@@ -148,6 +149,7 @@ class OtherConnector:
         state = scheduler.pause_state
         try:
             while found := under_way():
+                _core.end_stops()  # a console may hold a load of torpor's connector inside this one
                 if time.monotonic() >= deadline:
                     raise TimedOut(
                         f"the KV connector {self._name} still has {', '.join(found)}",
