@@ -439,9 +439,8 @@ def test_the_first_requests_after_new_weights_find_no_kv_of_the_old(zygote, tiny
     """Whoever wrote them, and also where only a reset of vLLM's own prefix cache says so."""
     found = result_of(zygote.run([PROCESS, mode, tiny_model, tmp_path]))
     updated = found.pop("updating_weights")
-    assert found.pop("proven") == (
-        mode == "weights_disk"
-    )  # one hash by the reset is enough; without a disk none is made
+    # The hash that the reset makes is enough; without a disk it makes none.
+    assert found.pop("proven") == (mode == "weights_disk")
     assert updated["spaces"] == 0 and updated["stored"] > 0  # its first requests are stored already
     assert len(found) == 3
     for way, result in found.items():
