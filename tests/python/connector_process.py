@@ -459,6 +459,27 @@ def written_weights(served: Served) -> dict:
     served.round(texts)
     stored = served.side.stats()["offload_transferred"] - before[1]
     found["updating_weights"] = {"spaces": served.side.core.space - before[0], "stored": stored}
+    llm.collective_rpc(lambda worker: None)  # whoever reads it does not know that it writes nothing
+    llm.reset_prefix_cache()
+    llm.torpor.ledger()  # an order
+    found["proven"] = worker.torpor_memory.rank_memory.proven_digest("weights") is not None
+    return found
+
+
+def reset_after_reload(served: Served) -> dict:
+    """The first process stores KV of weights that were written unseen, loads the right ones, and resets all caches. A
+    second one finds what was stored from then on."""
+    texts, llm, side = prompts()[:4], served.one.llm, served.side
+    found: dict = {"recovered": side.stats()["recovered_blocks"]}
+    if not found["recovered"]:
+        llm.collective_rpc(write_scaled, args=(3.0,))
+        found["wrong"] = served.round(texts)
+        llm.collective_rpc("reload_weights")
+        assert llm.reset_prefix_cache(reset_connector=True)
+    found["first"] = served.round(texts)
+    worker_side().wait()  # for what is on its way to disk
+    assert llm.reset_prefix_cache(reset_connector=bool(found["recovered"]))
+    found["again"] = served.round(texts)
     return found
 
 
@@ -473,6 +494,8 @@ def main() -> None:
     if mode in ("weights", "weights_disk"):
         offload = {"offload": "eager", "host_bytes": "64MiB"}
         offload |= {"disk_bytes": "64MiB"} if mode == "weights_disk" else {}
+    if mode == "reset":
+        offload = {"offload": "eager", "host_bytes": "64MiB", "disk_bytes": "64MiB", "kv_store": f"file://{folder}/kv"}
     if mode in ("eager", "lazy"):
         ENGINE["disable_log_stats"] = False
     if mode in ("eager", "lazy", "disk"):
@@ -503,6 +526,9 @@ def main() -> None:
     if mode in ("weights", "weights_disk"):
         print("RESULT " + json.dumps(written_weights(served)), flush=True)
         return
+    if mode == "reset":
+        print("RESULT " + json.dumps(reset_after_reload(served)), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
     if mode == "groups":
         print("RESULT " + json.dumps(several_groups(served)), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -9,6 +9,8 @@ from conftest import InProcess
 from vllm import RequestOutput, SamplingParams
 from zygote import MOST_SECONDS
 
+from torpor.vllm.connector_sleep import side_of
+
 BLOCKS = 40  # on the device; a request has 4 to 8
 GROUP_BLOCKS = 90  # of three groups
 ENGINE = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 512}
@@ -48,7 +50,7 @@ class Served:
     def __init__(self, one: InProcess, params=params):
         self.one = one
         self.params = params
-        self.side = one.core.scheduler.connector.scheduler
+        self.side = side_of(one.core.scheduler)
         self.rounds = 0
         self.cached = 0  # of all prompts, as vLLM says it
 

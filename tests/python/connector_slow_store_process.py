@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process of the tests: an engine whose shared store takes its time for each block.
 
-    connector_slow_store_process.py MODEL FOLDER SECONDS
+    connector_slow_store_process.py MODEL FOLDER SECONDS [sessions]
 
-Prints how long checkpoints and sleeps took while blocks were on their way there, and what the requests got.
+With `sessions` torpor's connector is inside vLLM's MultiConnector. Prints how long checkpoints, sleeps and pauses took
+while blocks were on their way there, and what the requests got.
 """
 
 import json
@@ -16,8 +17,7 @@ from pathlib import Path
 
 from conftest import InProcess
 from connector_served import ENGINE, Served, params, prompts
-
-from torpor.errors import TimedOut
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 
 def serve(connection: socket.socket, seconds: float) -> None:
@@ -59,18 +59,18 @@ def begin(served: Served, name: str, texts: list[str], steps: int) -> None:
     assert served.side.busy()
 
 
-def end(served: Served) -> list[int]:
-    """Return the tokens of the request that was in the middle."""
+def end(served: Served) -> list[list[int]]:
+    """Return the tokens of each request that was in the middle."""
     ended = []
     while served.one.engine.has_unfinished_requests():
         ended += [output for output in served.one.engine.step() if output.finished]
-    return list(ended[0].outputs[0].token_ids)
+    return [list(output.outputs[0].token_ids) for output in ended]
 
 
 def main() -> None:
     model, folder, seconds = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
     options = {"offload": "eager", "host_bytes": "64MiB", "kv_store": slow_store(seconds)}
-    options |= {"kv_store_timeout_ms": int(10 * 1000 * seconds)}
+    options |= {"kv_store_timeout_ms": int(10 * 1000 * seconds), "sessions": sys.argv[4:] == ["sessions"]}
     served = Served(InProcess(model, folder, torpor=options, **(ENGINE | {"num_gpu_blocks_override": 200})))
     llm, texts, found, tokens = served.one.llm, prompts(), {}, []
 
@@ -78,20 +78,37 @@ def main() -> None:
         began = time.monotonic()
         try:
             found[name] = {"report": call()}
-        except TimedOut as problem:
+        except Exception as problem:
             found[name] = {"error": str(problem)}
         found[name]["seconds"] = time.monotonic() - began
 
-    for name, call, these in (
-        ("checkpoint", lambda: llm.checkpoint().pause_seconds, texts[:3]),
-        ("sleep", lambda: bool(llm.sleep(level=1, preserve_state=True, timeout=seconds / 2)), texts[3:6]),
-        ("to disk", lambda: bool(llm.sleep(level=1, preserve_state=True, to="disk", timeout=0.5)), texts[6:9]),
-    ):
-        begin(served, name, these, 5)
+    def sleep_without_requests() -> bool:
+        tokens.extend(end(served))
+        return bool(llm.sleep(level=1, mode="wait", timeout=seconds / 2))
+
+    def pause() -> None:
+        try:
+            served.one.core.pause_scheduler("keep", True)
+        finally:
+            served.one.core.resume_scheduler()
+
+    keeps = {"preserve_state": True}
+    calls = {
+        "checkpoint": lambda: llm.checkpoint().pause_seconds,
+        "sleep": lambda: bool(llm.sleep(level=1, timeout=seconds / 2, **keeps)),
+        "without requests": sleep_without_requests,
+        "to disk": lambda: bool(llm.sleep(level=1, to="disk", timeout=0.5, **keeps)),
+    }
+    if options["sessions"]:
+        calls = {"sleep": calls["sleep"], "pause": pause, "without requests": sleep_without_requests}
+        if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):  # no sleep beside another connector keeps requests
+            keeps = {"mode": "keep"}
+    for number, (name, call) in enumerate(calls.items()):
+        begin(served, name, texts[3 * number : 3 * number + 3], 5)
         timed(name, call)
-        if name == "sleep":
+        if llm.is_sleeping():
             llm.wake_up()
-        tokens.append(end(served))
+        tokens += end(served)
     print("RESULT " + json.dumps(found | {"tokens": tokens}), flush=True)
     os._exit(0)
 

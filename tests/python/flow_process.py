@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 from conftest import InProcess
@@ -25,6 +26,9 @@ from inspector import BINARY
 from zygote import MOST_SECONDS
 
 import torpor.console
+
+
+LEASE = 300  # seconds: as long as a stop may last
 
 
 class Lines(logging.Handler):
@@ -139,6 +143,22 @@ def loads(served: Served, rings: str) -> dict:
         engine.resume()  # the stop holds later loads, too
         served.one.core.scheduler.reset_prefix_cache()
         result["again"] = served.round(texts)
+
+        def sleep() -> None:
+            served.one.llm.sleep(preserve_state=True)
+            served.one.llm.wake_up()
+
+        def pause() -> None:
+            served.one.core.pause_scheduler("keep", True)
+            served.one.core.resume_scheduler()
+
+        for operation in (sleep, served.one.llm.checkpoint, pause):
+            engine.add_breakpoint(type="candidate", to="promoted", way="onboard", alone=True, once=True, lease=LEASE)
+            held_load()
+            began = time.monotonic()
+            operation()
+            over = {"in_time": time.monotonic() - began < LEASE / 2, "stops": engine.stops()["stops"]}
+            result.setdefault("over", []).append(over | {"answers": list(served.answers().values())})
     return result
 
 

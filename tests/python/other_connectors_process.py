@@ -219,6 +219,22 @@ class Engine:
             self.llm.wake_up()
         return {"stored": stored, "cached": cached}
 
+    def is_reset_asleep(self) -> dict:
+        """A request is aborted in the sleep, of which the connector hears in the next step."""
+        answers = self.begin(held=False)
+        self.llm.sleep(level=1, preserve_state=True)
+        answers |= self.one.stopped()
+        self.one.engine.abort_request(["running"])
+        steps, stock = [], self.core.step_fn
+        self.core.step_fn = lambda: (steps.append(1), stock())[1]
+        self.llm.reset_prefix_cache(reset_running_requests=True)
+        self.core.step_fn = stock
+        self.llm.wake_up()
+        finished = self.one.finish(answers)
+        self.end_transfers()
+        same = all(finished[name] == answer for name, answer in self.expected.items() if name != "running")
+        return {"steps": len(steps), "same": same}
+
     def new_weights(self) -> None:
         self.llm.sleep(level=1, preserve_state=True)
         self.llm.wake_up(tags=["weights"])

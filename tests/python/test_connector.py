@@ -439,11 +439,25 @@ def test_the_first_requests_after_new_weights_find_no_kv_of_the_old(zygote, tiny
     """Whoever wrote them, and also where only a reset of vLLM's own prefix cache says so."""
     found = result_of(zygote.run([PROCESS, mode, tiny_model, tmp_path]))
     updated = found.pop("updating_weights")
+    # The hash that the reset makes is enough; without a disk it makes none.
+    assert found.pop("proven") == (mode == "weights_disk")
     assert updated["spaces"] == 0 and updated["stored"] > 0  # its first requests are stored already
     assert len(found) == 3
     for way, result in found.items():
         assert set(result["cached"]) == {0} and result["right"], way
         assert result["spaces"] == 1, way
+
+
+def test_a_reset_after_new_weights_forgets_what_disk_and_store_have(zygote, tiny_model, tmp_path):
+    """KV of weights that were written unseen has the name of the right ones."""
+    words = [PROCESS, "reset", tiny_model, tmp_path]
+    before, after = result_of(zygote.run(words)), result_of(zygote.run(words))
+    assert {cached for _, cached in before["first"]} == {0}
+    assert after["recovered"] > 0 and all(cached > 0 for _, cached in after["first"])
+    assert {cached for _, cached in after["again"]} == {0}
+    right = [tokens for tokens, _ in after["again"]]
+    assert [tokens for tokens, _ in before["first"]] == [tokens for tokens, _ in after["first"]] == right
+    assert [tokens for tokens, _ in before["wrong"]] != right
 
 
 def test_counters_and_gauges_reach_prometheus():

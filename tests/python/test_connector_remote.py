@@ -80,8 +80,19 @@ def test_no_checkpoint_or_sleep_waits_for_a_slow_store(zygote, tiny_model, tmp_p
     assert (
         "KV blocks are still on their way" in found["to disk"]["error"] and found["to disk"]["seconds"] < one_block / 2
     )
+    assert found["without requests"]["report"] and found["without requests"]["seconds"] < one_block / 2
     first, *others = found["tokens"]
-    assert len(first) == 40 and others == [first, first]
+    assert len(first) == 40 and others == [first] * 3
+
+
+@pytest.mark.core
+def test_none_inside_multi_connector_waits_for_a_slow_store(zygote, tiny_model, tmp_path):
+    one_block = 60
+    found = result_of(zygote.run([SLOW_STORE, tiny_model, tmp_path, one_block, "sessions"]))
+    assert found["sleep"]["report"] and found["without requests"]["report"]
+    assert all(found[name]["seconds"] < one_block / 2 for name in ("sleep", "pause", "without requests"))
+    first, *others = found["tokens"]
+    assert len(first) == 40 and others == [first] * 2
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,8 @@ def test_a_load_can_be_held_waited_for_and_cancelled(flow):
     assert end["ended_blocks"] == {"cancelled": cancelled["blocks"]} and end["done"]
     assert computed[0] == expected
     assert result["again"] == [loaded]  # the blocks are still there
+    assert all(over["in_time"] and over["stops"] == [] for over in result["over"])
+    assert [answer for over in result["over"] for answer, _ in over["answers"]] == [expected] * 3
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 from conftest import result_of, tags
 from features import FEATURES
 from requests_of_tests import REQUESTS, run
+from vllm.lora.request import LoRARequest
 
 from torpor import errors
 from torpor.vllm import runner_v2
@@ -201,6 +202,22 @@ def test_what_vllm_keeps_beside_the_weights_is_rebuilt_after_level_2(one, tiny_m
         tensor.fill_(7)
     one.llm.collective_rpc("reload_weights")
     assert one.llm.wake_up(kv="keep")
+    assert one.finish(answers) == one.expected
+
+
+def test_an_adapter_is_not_loaded_into_memory_that_sleeps(one):
+    """The engine has no slots for adapters; vLLM says so when it is awake."""
+    adapter = LoRARequest("adapter", 1, "/nowhere")
+    answers = one.begin(12)
+    one.llm.sleep(level=1, preserve_state=True)
+    answers |= one.stopped()
+    for call in (lambda: one.engine.add_lora(adapter), lambda: one.engine.pin_lora(1)):
+        with pytest.raises(errors.WrongState, match=r"(add|pin)_lora\(\): the weights are detached"):
+            call()
+    one.llm.wake_up(tags=["weights"])
+    with pytest.raises(RuntimeError, match="LoRA is not enabled"):
+        one.engine.add_lora(adapter)
+    one.llm.wake_up()
     assert one.finish(answers) == one.expected
 
 

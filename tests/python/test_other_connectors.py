@@ -59,7 +59,7 @@ def alone(zygote, tiny_model, tmp_path_factory) -> dict:
 def beside_torpors(zygote, tiny_model, tmp_path_factory) -> dict:
     names = (
         "keeps_requests", "is_refused_while_transfers_do_not_end", "computes_requests_again", "aborts_requests",
-        "has_torpors_inside",
+        "has_torpors_inside", "is_reset_asleep",
     )  # fmt: skip
     return played(zygote, tiny_model, tmp_path_factory.mktemp("both"), both(SCRIPTED, TORPORS), *names)
 
@@ -164,6 +164,15 @@ def test_torpors_connector_works_inside_multi_connector(beside_torpors):
     first, second, of_new_weights = of["cached"]
     assert of["stored"] > 0 and second > first, of
     assert of_new_weights == second
+
+
+@pytest.mark.slow
+@pytest.mark.core
+@pytest.mark.gpu_path
+@since_0_33
+def test_a_reset_in_a_sleep_takes_no_step(beside_torpors):
+    of = beside_torpors["is_reset_asleep"]
+    assert of == {"steps": 0, "same": True}
 
 
 @pytest.mark.slow

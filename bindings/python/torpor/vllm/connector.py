@@ -79,12 +79,11 @@ class TorporConnector(ConnectorBase):
         return self.worker.take_report() if self.worker else None
 
     def unregister_kv_caches(self) -> None:
-        """Before a sleep inside vLLM's MultiConnector, since 0.33. torpor's memory knows where the KV cache lies."""
-        if self.worker:
-            self.worker.wait()
+        """Do nothing. vLLM's MultiConnector calls this before a sleep, since 0.33; torpor's memory knows where the KV
+        cache lies. What goes on from host memory to a disk or store is not waited for."""
 
     def restore_kv_caches(self) -> None:
-        """After that sleep."""
+        """Do nothing. vLLM's MultiConnector calls this after that sleep."""
 
     # --- the scheduler ---
 
@@ -146,6 +145,9 @@ class TorporConnector(ConnectorBase):
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler is not None and self.scheduler.busy()
+
+    def has_transfers_of_device(self) -> bool:
+        return self.scheduler is not None and self.scheduler.has_rest(everything=False)
 
     def has_pending_block_frees(self) -> bool:
         return self.scheduler is not None and self.scheduler.held() > 0

@@ -305,6 +305,8 @@ class SchedulerSide:
                 self._word = _core.renew_cache_epoch(folder)
             self._shared_word = secrets.token_hex(16)
             self.new_weights()
+            if self._space is not None:  # perhaps since before, with the old words
+                self._space = (self._space[0], self._word, self._shared_word)
         return True
 
     def new_weights(self) -> None:

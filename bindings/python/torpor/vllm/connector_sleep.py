@@ -12,6 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
+from torpor import _core
 from torpor.errors import TimedOut
 from torpor.vllm import connector_options, worker_answers
 
@@ -45,8 +46,8 @@ def notice_new_weights(core, declared: bool = False, by_content: bool = False) -
         changed = True
     if changed:
         side.new_weights()
-    elif looks:
-        side.weights_doubted = False
+    elif looks:  # all ranks have just hashed them
+        side.weights_doubted = core.torpor_weights_doubted = False
 
 
 def is_alone(scheduler) -> bool:
@@ -69,6 +70,7 @@ def finish_transfers(core, side, deadline: float | None = None, everything: bool
     aggregator = core.model_executor.kv_output_aggregator
     began = False
     while side.has_rest(everything):
+        _core.end_stops()  # a console may hold one of them
         if deadline is not None and time.monotonic() >= deadline:
             where = "to disk or a store" if everything else "from or to the device"
             raise TimedOut(f"KV blocks are still on their way {where}", "give the call a longer timeout")

@@ -573,9 +573,10 @@ def _finish_loads(core, of_requests: bool) -> None:
     """End the loads of sessions' blocks to the device: vLLM resets its prefix cache only where no block is in use.
 
     of_requests: end those of requests too. While a step is in flight nothing is ended: it has the workers' connectors.
+    While the engine sleeps none is under way, and a step would use memory that is not there.
     """
     side = connector_sleep.side_of(core.scheduler)
-    if side is None or side.core is None or core.batch_queue:
+    if side is None or side.core is None or core.batch_queue or core.model_executor.is_sleeping:
         return
     if not of_requests and not side.core.sessions_are_loading:
         return

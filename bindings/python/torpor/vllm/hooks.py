@@ -230,7 +230,11 @@ class VllmHooks:
             self._before_drain = self.scheduler.pause_state
             self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
         unfinished = self.scheduler.get_num_unfinished_requests()
-        return unfinished or int(self.scheduler.has_requests() or bool(self.core.batch_queue))
+        if unfinished > 0:
+            return unfinished
+        # Blocks of torpor's connector that go on to a disk or store are not waited for.
+        ending = self.scheduler.has_finished_requests() or self.other_connector.sends()
+        return int(ending or bool(self.core.batch_queue))
 
     @property
     def is_draining(self) -> bool:

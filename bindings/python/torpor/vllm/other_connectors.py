@@ -18,8 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
+from torpor import _core
 from torpor.errors import DeviceError, Error, TimedOut, Unsupported
-from torpor.vllm import connector_sleep, plugin
+from torpor.vllm import connector_options, connector_sleep, plugin
 from torpor.vllm.connector_options import is_ours
 
 logger = logging.getLogger("vllm.torpor")
@@ -94,9 +95,21 @@ def open_transfers(scheduler) -> list[str]:
         "deferred frees of blocks": len(scheduler.deferred_frees),
     }
     found = [f"{what} ({count})" for what, count in counts.items() if count > 0]
-    if connector.has_pending_block_frees() or connector.has_pending_push_work():
+    if any(map(_has_transfers, _parts(connector))):
         found.append("transfers that no request waits for")
     return found
+
+
+def _parts(connector) -> tuple:
+    """Return the connectors inside vLLM's MultiConnector, or the connector itself if it is another one."""
+    return connector_options.members(connector)[1:] or (connector,)
+
+
+def _has_transfers(connector) -> bool:
+    """Return whether the connector has transfers from or to the device that no request waits for."""
+    is_torpors = type(connector).__name__ == connector_options.CLASS  # its push work goes on to a disk or store, too
+    works = connector.has_transfers_of_device() if is_torpors else connector.has_pending_push_work()
+    return works or connector.has_pending_block_frees()
 
 
 class OtherConnector:
@@ -124,6 +137,10 @@ class OtherConnector:
         if self.is_there:
             self._finish(timeout, lambda: self._under_way() + self._unheard())
 
+    def sends(self) -> bool:
+        """Return whether the connector has transfers that go on when all requests have ended."""
+        return self.is_there and any(map(_has_transfers, _parts(self._core.scheduler.connector)))
+
     def end_transfers_of(self, requests: Iterable[str], timeout: float | None = None) -> None:
         """Return when the connector knows that the earlier requests of these ids have ended, and holds no block of
         them. Transfers of other requests go on. The engine takes no step. Raises TimedOut as finish_transfers()."""
@@ -148,6 +165,7 @@ class OtherConnector:
         state = scheduler.pause_state
         try:
             while found := under_way():
+                _core.end_stops()  # a console may hold a load of torpor's connector inside this one
                 if time.monotonic() >= deadline:
                     raise TimedOut(
                         f"the KV connector {self._name} still has {', '.join(found)}",

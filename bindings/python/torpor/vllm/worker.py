@@ -104,6 +104,19 @@ class WorkerMixin(Stock):
         with self.torpor_memory.reloading_weights() if hasattr(self, "torpor_memory") else nullcontext():
             super().reload_weights(*args, **kwargs)
 
+    def add_lora(self, lora_request) -> bool:
+        self._torpor_check_adapters("add_lora()")
+        return super().add_lora(lora_request)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        self._torpor_check_adapters("pin_lora()")
+        return super().pin_lora(lora_id)
+
+    def _torpor_check_adapters(self, call: str) -> None:
+        """vLLM may copy the adapter to the device at once."""
+        if hasattr(self, "torpor_memory"):
+            check_weights_awake(self.torpor_memory.rank_memory, call, "runtime")
+
     def start_weight_update(self) -> None:
         self._torpor_check_update("start_weight_update()", of_draft=False)
         super().start_weight_update()

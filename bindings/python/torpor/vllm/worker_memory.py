@@ -63,7 +63,7 @@ class WorkerMemory(Protocol):
 def check_weights_awake(rank_memory: _core.RankMemory, call: str, tag: str = "weights") -> None:
     """Raise WrongState if the weights have no memory that `call` could write to.
 
-    tag: where they lie; a draft model's on a GPU in "runtime", which each wake brings back.
+    tag: where they lie; those of a draft model and of adapters on a GPU in "runtime", which each wake brings back.
     """
     if (state := rank_memory.states().get(tag, "attached")) != "attached":
         raise WrongState(f"{call}: the weights are {state}", 'call wake_up(tags=["weights"]) first')

@@ -988,8 +988,10 @@ _WORKER = Module(
             "Worker",
             calls={
                 "_maybe_get_memory_pool_context": "self, tag",
+                "add_lora": "self, lora_request",
                 "compile_or_warm_up_model": "self",
                 "finish_weight_update": "self",
+                "pin_lora": "self, lora_id",
                 "reload_weights": "self, *args, **kwargs",
                 "shutdown": "self",
                 "start_draft_weight_update": "self",
