@@ -105,6 +105,14 @@ class Engine:
     async def is_paused(self):
         return self.paused
 
+    async def is_sleeping(self):
+        return self.paused or self.state != "awake"
+
+    async def release_kv_cache_memory(self):
+        self._fail()
+        self.state, self.paused = "asleep", False
+        self.tags["kv_cache"] = "detached"
+
     async def add_request(self, *args, **kwargs):
         self.calls.append(("add_request", *args))
 

@@ -60,7 +60,7 @@ def test_it_travels_with_a_sleep_to_disk(one, core):
     one.llm.torpor.call("wake_up", {"from_checkpoint": report.checkpoint, "hold": True})
     one.llm.torpor.call("end_hold", {"keep": False})  # it was not to be
     assert seen(core) == RUNS
-    one.llm.wake_up(from_checkpoint=report.checkpoint)
+    assert one.llm.wake_up(from_checkpoint=report.checkpoint).paused
     assert seen(core) == PAUSED
     resume(core)
     assert one.finish(answers) == one.expected
@@ -87,7 +87,7 @@ def test_a_checkpoint_of_an_engine_that_goes_on_has_none(one, core):
     resume(core)
     run(one.engine)
     one.llm.reset_prefix_cache()
-    one.llm.wake_up(from_checkpoint=report.checkpoint)
+    assert not one.llm.wake_up(from_checkpoint=report.checkpoint).paused
     assert seen(core) == RUNS
     assert one.finish(answers) == one.expected
 
@@ -113,8 +113,61 @@ def test_a_sleep_that_keeps_no_requests_ends_it_as_vllms_does(one, core):
     one.llm.wake_up()
     assert seen(core) == ("PAUSED_ALL", True)
     one.llm.sleep(level=1)
+    assert seen(core) == RUNS  # a request that comes while it sleeps waits for the wake
     one.llm.wake_up()
     assert seen(core) == RUNS and not one.llm.is_sleeping()
+
+
+def test_a_wake_of_an_engine_that_is_only_paused_ends_it_as_vllms_does(one, core):
+    answers = one.begin(20)
+    core.pause_scheduler("keep", False)
+    core.reject_new_requests = True
+    assert one.llm.is_sleeping() and one.llm.wake_up()
+    assert seen(core) == RUNS and not one.llm.is_sleeping()
+    assert one.finish(answers) == one.expected
+
+
+def put_to_sleep(llm):
+    llm.sleep(1)
+
+
+def put_to_sleep_and_wake_weights(llm):
+    llm.sleep(1)
+    assert not llm.wake_up(tags=["weights"])
+
+
+def release(llm):
+    llm.llm_engine.step()  # which hands over the ids of finished requests
+    llm.llm_engine.engine_core.engine_core.pause_scheduler("keep", False)
+    llm.release_kv_cache_memory()
+
+
+@pytest.mark.parametrize("fall_asleep", [put_to_sleep, put_to_sleep_and_wake_weights, release])
+def test_one_that_comes_while_no_request_is_kept_ends_with_the_wake(one, core, fall_asleep):
+    fall_asleep(one.llm)
+    pause(core)
+    assert one.llm.wake_up(tags=["kv_cache"] if fall_asleep is put_to_sleep_and_wake_weights else None)
+    assert seen(core) == RUNS and not one.llm.is_sleeping()
+
+
+def test_one_that_outlasts_a_wake_ends_with_the_next(one, core):
+    for options in ({"level": 0}, {"level": 1, "preserve_state": True}):
+        pause(core)
+        one.llm.sleep(**options)
+        assert one.llm.wake_up() and seen(core) == PAUSED
+        assert one.llm.wake_up() and seen(core) == RUNS
+
+
+def test_a_wake_of_an_engine_that_waits_for_its_requests_begins_no_other(one, core):
+    pause(core)
+    one.llm.torpor.call("drain", {"level": 1, "in_flight": "abort"})
+    try:
+        one.llm.wake_up()
+        assert one.core.torpor_side.hooks.wanted_pause is PauseState.UNPAUSED
+        assert core.scheduler.pause_state is PauseState.PAUSED_NEW
+    finally:
+        one.llm.torpor.call("end_drain", {})
+    assert seen(core) == RUNS
 
 
 def test_ranks_of_which_one_fails_to_sleep_stay_paused():

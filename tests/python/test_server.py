@@ -88,6 +88,34 @@ def test_streams_stand_still_over_a_sleep_and_go_on_identically(server):
     played(server, scene)
 
 
+def test_vllms_own_calls_that_pause_and_release_leave_a_server_that_can_be_woken(server):
+    async def scene(client):
+        async def says(sleeps: bool, ready: int) -> None:
+            assert (await client.http.get("/is_sleeping")).json() == {"is_sleeping": sleeps}
+            assert (await client.http.get("/torpor/ready")).status_code == ready
+
+        await client.admin.post("/pause", params={"mode": "keep"})
+        await says(sleeps=True, ready=200)
+        assert (await client.post("/wake_up"))["status"] == "awake"
+        await says(sleeps=False, ready=200)
+        assert (await client.http.get("/is_paused")).json() == {"is_paused": False}
+
+        await client.admin.post("/pause", params={"mode": "keep"})
+        assert (await client.admin.post("/release_kv_cache_memory")).status_code == 200
+        await says(sleeps=True, ready=503)
+        assert (await client.http.get("/torpor/state")).json()["state"] == "asleep"
+        assert (await client.admin.post("/torpor/checkpoint")).status_code == 409
+        reading, task = begin(client, "released", max_tokens=5)
+        while (await client.http.get("/torpor/state")).json()["queued"] == 0:
+            await asyncio.sleep(0.02)
+        assert (await client.post("/wake_up", tags="kv_cache"))["status"] == "awake"
+        await task
+        assert reading.text
+        await says(sleeps=False, ready=200)
+
+    played(server, scene)
+
+
 def test_routers_that_know_vllms_level_2_serve_at_once(server):
     """/sleep?level=2, /wake_up, reload_weights, /reset_prefix_cache, whatever each of them answers (llama-swap)."""
 

@@ -26,6 +26,7 @@ from server_stubs import (  # noqa: F401
 )
 from torpor.errors import WrongState
 from torpor.vllm.server import hosts
+from vllm.exceptions import GracefulHTTPError
 
 KEYS = ("--api-key", CLIENT, OTHER_CLIENT)
 
@@ -299,6 +300,41 @@ def test_requests_that_cannot_end_are_not_waited_for(monkeypatch, still):
             answer = await asyncio.wait_for(http.post("/sleep", params={"mode": "wait"}), 5)
             assert answer.status_code == 409 and "stands still" in answer.text
         assert server.state == before
+
+    run(scene())
+
+
+def test_a_server_whose_kv_cache_was_released_sleeps(monkeypatch):
+    async def scene():
+        app, server = build(monkeypatch, [("POST", "/v1/completions")], wake_on_request=True)
+        await started(server)
+        engine = server.engine
+        engine.fails_with = RuntimeError("requires a completed pause first")
+        with pytest.raises(RuntimeError, match="pause"):
+            await engine.release_kv_cache_memory()
+        assert server.state == "awake" and not server.operating()
+        engine.fails_with, engine.paused = None, True
+        async with server.only_one():
+            with pytest.raises(GracefulHTTPError, match="another operation") as refused:
+                await engine.release_kv_cache_memory()
+            assert refused.value.http_status == 409 and server.state == "awake"
+        await engine.release_kv_cache_memory()
+        assert server.state == "asleep"
+        async with client(app) as http:
+            assert (await http.get("/is_sleeping")).json() == {"is_sleeping": True}
+            assert (await asyncio.wait_for(http.post("/v1/completions"), 5)).status_code == 200
+        assert server.state == "awake"
+
+    run(scene())
+
+
+def test_a_paused_engine_sleeps_as_vllm_has_it(monkeypatch):
+    async def scene():
+        app, server = build(monkeypatch, [])
+        await started(server)
+        async with client(app) as http:
+            for server.engine.paused in (False, True):
+                assert (await http.get("/is_sleeping")).json() == {"is_sleeping": server.engine.paused}
 
     run(scene())
 

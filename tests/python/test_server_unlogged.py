@@ -10,7 +10,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from server_stubs import CLIENT, Engine, build, client, no_settings, run, started  # noqa: F401
+from server_stubs import CLIENT, Engine, build, client, no_settings, report, run, started  # noqa: F401
 from servers import ALICE, Client, Reading, begin, make_server, of, samples, sampling, start_requests, until
 from torpor import _core
 from torpor.errors import Busy, Error, Incompatible, InvalidArgument
@@ -178,6 +178,30 @@ def test_a_checkpoint_that_does_not_fit_is_left_only_where_it_has_no_request(
         assert (server.left_checkpoint is not None) == (requests == ())
 
     run(scene())
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_start_says_that_its_engine_is_paused(monkeypatch, tmp_path, paused):
+    from torpor.vllm.server import start, unlogged
+
+    class Wakes(Engine):
+        async def wake_up(self, tags=None, **options):
+            written = {"checkpoint": "/nowhere/g-000001", "checkpoint_bytes": 1}
+            return report(
+                paused=paused, replayed={"extended": [], "added": [], "dropped": []}, failed_requests=[], **written
+            )
+
+    warned = []
+    monkeypatch.setattr(unlogged, "has_checkpoint", lambda server: True)
+    monkeypatch.setattr(start.logger, "warning", lambda words, *values: warned.append(words % values))
+
+    async def scene():
+        _, server = build(monkeypatch, [], engine=Wakes(tmp_path), **OFF)
+        await started(server)
+        assert server.state == "awake"
+
+    run(scene())
+    assert any("POST /resume" in line for line in warned) == paused
 
 
 @pytest.mark.parametrize(

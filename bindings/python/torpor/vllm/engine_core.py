@@ -78,6 +78,7 @@ class EngineSide:
         self._paused_for_checkpoint = self._checkpoint_began = 0.0
         self.controller = _core.SleepController(self.hooks, _given(options, _CONTROLLER_OPTIONS))
         self._held_sleep: dict = {}  # options of the sleep that waits for end_sleep()
+        self._pause_stays = False  # a pause outlasts the wake from the sleep in force
         self.updates = Updates(self)
         images = _given(options, _CHECKPOINT_OPTIONS)  # whose paths are given to other processes
         images["directory"] = images["directory"] and os.path.abspath(images["directory"])
@@ -170,7 +171,8 @@ class EngineSide:
         """Do what vLLM's own sleep does with a pause, and at level 0 with requests."""
         if not report["changed"]:
             return
-        if options["level"] > 0 and not options["preserve_state"]:
+        self._pause_stays = options["level"] == 0 or options["preserve_state"]
+        if not self._pause_stays:
             self.hooks.end_pause()
         elif options["level"] == 0 and options["in_flight"] == "abort":
             self.hooks.abort_requests()
@@ -188,6 +190,8 @@ class EngineSide:
         options = {"level": 1, "in_flight": "recompute", "tags": ["kv_cache"]}
         with self._executor_told(), self._falling_asleep(options):
             self.controller.sleep(options)
+        self._pause_stays = False
+        self.hooks.end_pause()
 
     def checkpoint(self, options: dict) -> dict:
         self.hooks.for_new_process = True
@@ -266,13 +270,16 @@ class EngineSide:
         kv, began = options.get("kv"), time.time()
         with self._executor_told():
             report = self.controller.wake_up(options) | {"began": began}
+        if report["fully_awake"]:
+            if not self._pause_stays and not self.hooks.for_new_process:
+                self.hooks.end_pause()
+            self._pause_stays = False
         declared = report["changed"] and kv in ("recompute", "abort")
         connector_sleep.notice_new_weights(self.hooks.core, declared=declared)
         if self.hooks.restored is not None:
             report["outputs"] = _with_tokens(report["outputs"], self.hooks.restored)
             report["restored"] = _restored_requests(self.hooks.restored) if "answers" in options else []
-            if "answers" in options:
-                report["paused"] = self.hooks.wanted_pause is not PauseState.UNPAUSED
+            report["paused"] = self.hooks.wanted_pause is not PauseState.UNPAUSED
         return report
 
     def checkpoint_to_wake(self, _: dict) -> str:
@@ -517,7 +524,6 @@ class EngineCoreMixin(Stock):
         if set(side.controller.state()["tags"].values()) - {"attached"}:
             raise RuntimeError("release_kv_cache_memory() requires all executor memory to be resident")
         side.release_kv_cache()
-        side.hooks.end_pause()
 
 
 class EngineCoreProcMixin(EngineCoreMixin):

@@ -271,9 +271,9 @@ class VllmHooks:
         return self._stands_since
 
     def end_pause(self) -> None:
-        """Let the wake end a pause from before the sleep, as vLLM's wake_up() does. The engine sleeps, and keeps no
-        requests."""
+        """Let a wake end the pause that vLLM's users have set, as vLLM's wake_up() does."""
         self.wanted_pause = PauseState.UNPAUSED
+        self.keep_draining()
         pauses.turn_away(self.core, False)
 
     def capture(self) -> dict:

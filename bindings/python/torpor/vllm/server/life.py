@@ -190,6 +190,8 @@ class Server:
         self.engine.add_request, self.engine.abort = self._add_request, self._abort
         self._stock_register = self.engine._add_request
         self.engine._add_request = self._register
+        self._stock_release = self.engine.release_kv_cache_memory
+        self.engine.release_kv_cache_memory = self._release_kv_cache
 
     async def own(self, fingerprint: dict, parts: standby.Parts, wake=None) -> None:
         """Own the directory, go on with what an earlier server left there, and serve.
@@ -307,6 +309,17 @@ class Server:
             if request.request_id in self.engine.output_processor.request_states:
                 await self._stock_abort([request.request_id], internal=True)
             raise
+
+    async def _release_kv_cache(self) -> None:
+        """POST /release_kv_cache_memory of vLLM's: the engine sleeps then."""
+        try:
+            operation = self.only_one()
+        except Error as problem:
+            raise GracefulHTTPError(str(problem), HTTPStatus.CONFLICT) from None
+        async with operation:
+            await self._stock_release()
+            self._slept_to = "host"
+            self.enter("asleep")
 
     async def _abort(self, request_id, internal: bool = False) -> None:
         """`internal`: by vLLM's own ids, as generate() does when its client goes or it fails, and POST /abort_requests

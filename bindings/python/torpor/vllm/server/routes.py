@@ -142,8 +142,9 @@ def routes() -> APIRouter:
     @router.get("/is_sleeping")
     @as_vllm_has_it
     async def is_sleeping(raw_request: Request) -> JSONResponse:
-        """Whether the engine sleeps, as vLLM has it."""
-        return JSONResponse({"is_sleeping": server(raw_request).state != "awake"})
+        """Whether the engine sleeps or is paused, as vLLM has it."""
+        life = server(raw_request)
+        return JSONResponse({"is_sleeping": life.state != "awake" or await life.engine.is_sleeping()})
 
     @router.get("/health")
     @as_vllm_has_it

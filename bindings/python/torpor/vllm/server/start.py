@@ -66,9 +66,14 @@ async def wake(server, named: str, watcher: Watcher | None = None) -> Report | N
         report.checkpoint or "the response log", report.seconds, report.requests,
         len(rolled["extended"]), len(rolled["added"]), len(rolled["dropped"]),
     )  # fmt: skip
-    if report.paused:
-        logger.warning("torpor: the engine is paused, as it was when it fell asleep: POST /resume ends that")
+    warn_if_paused(report)
     return report
+
+
+def warn_if_paused(report: Report) -> None:
+    """After a wake from a checkpoint: no request is answered while the engine is paused."""
+    if report.get("paused"):
+        logger.warning("torpor: the engine is paused, as it was when it fell asleep: POST /resume ends that")
 
 
 def has_checkpoint(server) -> bool:

@@ -18,7 +18,7 @@ from torpor import _core
 from torpor.errors import Busy, Error, FileError, Incompatible, InvalidArgument
 from torpor.vllm.frontend import Report
 from torpor.vllm.server.recorder import Nobody
-from torpor.vllm.server.start import has_checkpoint
+from torpor.vllm.server.start import has_checkpoint, warn_if_paused
 
 logger = init_logger("vllm.torpor")  # vLLM sets up only what is below its own name
 
@@ -91,6 +91,7 @@ async def wake(server, named: str) -> Report | None:
         "torpor: woken from %s in %.2f s: %d requests go on, without clients (--torpor-response-log off)",
         report.checkpoint, report.seconds, report.requests,
     )  # fmt: skip
+    warn_if_paused(report)
     return report
 
 
