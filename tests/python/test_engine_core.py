@@ -340,8 +340,8 @@ def test_positions_of_a_pruned_video_are_what_a_new_process_would_lose(mrope):
 
 def test_no_call_of_a_session_waits_for_steps_during_an_update_of_the_weights():
     scheduler = SimpleNamespace(connector=None, requests={})
-    hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler)
-    controller = SimpleNamespace(state=lambda: {"engine": "awake", "tags": {}})
+    hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler, retire_prefix=lambda: None)
+    controller = SimpleNamespace(state=lambda: {"engine": "awake", "tags": {}}, is_sleeping=lambda: False)
     updates = weight_updates.Updates(SimpleNamespace(controller=controller, hooks=hooks))
     side = SimpleNamespace(controller=controller, hooks=hooks, updates=updates, _check_awake=lambda: None)
     updates.begin({"update": "a"})
