@@ -152,21 +152,21 @@ TEST_F(MemorySaverTest, WhatASleepOrTheDeviceRefusesToFreeIsFreedLater) {
 
 TEST_F(MemorySaverTest, MemoryThatAProgramMadeTakesTheOptionsOfItsEngine) {
   const test::TemporaryDirectory directory;
-  const DeviceAddress address = value_of(memory_.allocate(0, 8 * kMiB));
-  std::memset(at(address), 7, 8 * kMiB);
+  const DeviceAddress address = value_of(memory_.allocate(0, 48 * kMiB));
+  std::memset(at(address), 7, 48 * kMiB);
   RankMemory& rank = *value_of(memory_.memory_of(0));
   const auto budget = [&] { return rank.ledger().arena_budget_bytes; };
-  ASSERT_SUCCEEDS(rank.apply({.rank = 3, .arena_budget_bytes = 4 * kMiB}));
+  ASSERT_SUCCEEDS(rank.apply({.rank = 3, .arena_budget_bytes = 20 * kMiB}));
   EXPECT_EQ(rank.rank(), 3);  // which need not be the device's number
-  EXPECT_EQ(budget(), 4 * kMiB);
-  EXPECT_FAILS(memory_.sleep({}), Code::kResourceExhausted, "of the budget of 4194304");
+  EXPECT_EQ(budget(), 20 * kMiB);
+  EXPECT_FAILS(memory_.sleep({}), Code::kResourceExhausted, "of the budget of 20971520");
   ASSERT_SUCCEEDS(rank.apply({.spill_dir = directory.path()}));
-  EXPECT_EQ(budget(), 4 * kMiB);  // as these options give none
+  EXPECT_EQ(budget(), 20 * kMiB);  // as these options give none
   ASSERT_SUCCEEDS(memory_.sleep({}));
   EXPECT_FAILS(rank.apply({.host_compression = Codec::kZstd}), Code::kInvalidArgument, "compressed with zstd");
   ASSERT_SUCCEEDS(rank.apply({}));  // what sleeps is in a file all the same
   ASSERT_SUCCEEDS(memory_.wake({}));
-  EXPECT_EQ(at(address)[8 * kMiB - 1], std::byte{7});
+  EXPECT_EQ(at(address)[48 * kMiB - 1], std::byte{7});
   EXPECT_FALSE(memory_.sleep({}));  // without the file
 }
 
@@ -314,7 +314,8 @@ TEST_F(MemorySaverTest, DamageInHostMemorySaysThatTheContentIsLost) {
   const std::string text = "a text that is nowhere else in this process";
   std::memcpy(at(address), text.data(), text.size());
   ASSERT_SUCCEEDS(memory_.sleep({}));
-  for (const uint64_t found : test::addresses_of(std::as_bytes(std::span(text)))) *at(found) ^= std::byte{1};
+  for (const uint64_t found : test::addresses_of(std::as_bytes(std::span(text))))
+    test::overwrite_at(found, std::byte{});
   const Result<TagMove> woken = memory_.wake({});
   EXPECT_FAILS(woken, Code::kCorruption, "do not match their digest");
   EXPECT_NE(woken.error().next_step.find("load it again"), std::string::npos) << woken.error().next_step;

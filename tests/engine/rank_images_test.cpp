@@ -181,8 +181,7 @@ void damage(Rank& rank, const std::vector<int32_t>& blocks, const std::vector<in
   for (const int32_t block : wrong) rank.write(block, 0);
   const std::vector<uint64_t> places = test::addresses_of(pattern);
   ASSERT_FALSE(places.empty());
-  for (const uint64_t place : places)
-    *reinterpret_cast<std::byte*>(place + 17) = std::byte{255};  // NOLINT(performance-no-int-to-ptr)
+  for (const uint64_t place : places) test::overwrite_at(place + 17, std::byte{255});
 }
 
 TEST(RankImages, FindEachDamagedByte) {

@@ -111,7 +111,7 @@ class Engine:
             "max_model_len": longest,
             "max_num_batched_tokens": 512,
             "max_num_seqs": self._at_once,
-            "num_gpu_blocks_override": self._at_once * (self._tokens // BLOCK + 2) + 1,
+            "num_gpu_blocks_override": self._at_once * -(-longest // BLOCK) + 1,  # one is vLLM's own
             "enforce_eager": True,
             "seed": 0,
             "additional_config": {} if self._directory is None else {"torpor": offload},
