@@ -117,6 +117,49 @@ def test_weights_are_updated_under_half_done_answers(one, weights, other_model, 
     assert (one.llm.torpor.state().recomputed_tokens > recomputed) == (kv == "recompute")
 
 
+class _Failed(Exception):
+    pass
+
+
+def _sleep_inside(one, load):
+    with one.llm.updating_weights():
+        load()
+        one.llm.sleep(preserve_state=True)
+    one.llm.wake_up()
+
+
+def _sleep_after_a_failure(one, load):
+    with pytest.raises(_Failed), one.llm.updating_weights():
+        load()
+        raise _Failed
+    one.llm.sleep(preserve_state=True)
+    one.llm.wake_up(tags=["weights"])
+    with one.llm.updating_weights():
+        load()
+    one.llm.wake_up()
+
+
+def _checkpoint_inside(one, load):
+    with one.llm.updating_weights():
+        load()
+        saved = one.llm.checkpoint()
+    one.llm.reset_prefix_cache()
+    one.llm.wake_up(from_checkpoint=saved.checkpoint)
+
+
+@pytest.mark.parametrize("update", [_sleep_inside, _sleep_after_a_failure, _checkpoint_inside])
+@pytest.mark.gpu_path
+def test_prefixes_of_old_weights_are_not_found_after_a_sleep_or_checkpoint_during_their_update(
+    one, weights, other_model, update
+):
+    generate(one, SHARED)
+    assert generate(one, SHARED)[0] > 0
+    update(one, lambda: weights(other_model))
+    found = generate(one, SHARED)
+    one.llm.reset_prefix_cache()
+    assert found == generate(one, SHARED) and found[0] == 0
+
+
 def test_no_request_runs_on_weights_whose_update_has_failed(one, weights, tiny_model):
     def refused(why: str) -> None:
         with pytest.raises(errors.WrongState, match=why), one.llm.updating_weights():
@@ -140,11 +183,18 @@ def test_no_request_runs_on_weights_whose_update_has_failed(one, weights, tiny_m
             one.llm.wake_up(**arguments)
 
 
+def _updates_of(state: dict) -> tuple[Updates, SimpleNamespace]:
+    """Those of an engine that stands in `state`, without requests; and its scheduler."""
+    scheduler = SimpleNamespace(requests={})
+    core = SimpleNamespace(scheduler=scheduler)
+    hooks = SimpleNamespace(core=core, scheduler=scheduler, retire_prefix=lambda: None)
+    controller = SimpleNamespace(state=lambda: state, is_sleeping=lambda: state["engine"] != "awake")
+    return Updates(SimpleNamespace(controller=controller, hooks=hooks)), scheduler
+
+
 def test_an_update_that_is_refused_does_not_undo_the_failure_of_an_earlier_one():
     state = {"engine": "asleep", "tags": {"weights": "detached"}}
-    scheduler = SimpleNamespace(requests={})
-    hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler)
-    updates = Updates(SimpleNamespace(controller=SimpleNamespace(state=lambda: state), hooks=hooks))
+    updates, scheduler = _updates_of(state)
     state["tags"]["weights"] = "attached"
     updates.begin({"update": "a"})
     updates.end({"update": "a", "outcome": "failed"})
@@ -163,11 +213,7 @@ def test_an_update_that_is_refused_does_not_undo_the_failure_of_an_earlier_one()
 
 
 def test_an_update_that_is_interrupted_while_it_begins_locks_nothing():
-    scheduler = SimpleNamespace(requests={})
-    hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler)
-    updates = Updates(
-        SimpleNamespace(controller=SimpleNamespace(state=lambda: {"engine": "awake", "tags": {}}), hooks=hooks)
-    )
+    updates, scheduler = _updates_of({"engine": "awake", "tags": {}})
 
     def call(_, method, options):
         if method == "end_weight_update":
@@ -183,18 +229,13 @@ def test_an_update_that_is_interrupted_while_it_begins_locks_nothing():
 
 
 def test_an_engine_that_never_slept_has_its_weights():
-    scheduler = SimpleNamespace(requests={})
-    hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler)
-    controller = SimpleNamespace(state=lambda: {"engine": "awake", "tags": {}})  # nobody has asked the ranks yet
-    Updates(SimpleNamespace(controller=controller, hooks=hooks)).begin({"update": "a"})
+    updates, scheduler = _updates_of({"engine": "awake", "tags": {}})  # nobody has asked the ranks yet
+    updates.begin({"update": "a"})
     assert scheduler.torpor_updates_weights
 
 
 def test_an_update_does_not_end_another_one():
-    state = {"engine": "asleep", "tags": {"weights": "attached"}}
-    scheduler = SimpleNamespace(requests={})
-    hooks = SimpleNamespace(core=SimpleNamespace(scheduler=scheduler), scheduler=scheduler)
-    updates = Updates(SimpleNamespace(controller=SimpleNamespace(state=lambda: state), hooks=hooks))
+    updates, scheduler = _updates_of({"engine": "asleep", "tags": {"weights": "attached"}})
     updates.begin({"update": "a"})
     with pytest.raises(errors.WrongState, match="is under way"):
         updates.begin({"update": "b"})

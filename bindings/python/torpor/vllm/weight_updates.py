@@ -121,6 +121,7 @@ class Updates:
             raise WrongState(f"the weights are {weights}", 'call wake_up(tags=["weights"]) first')
         self._open_before, self._begun = self._open, options["update"]
         self._set(UNDER_WAY)
+        self._retire_prefix()  # already: a sleep or checkpoint before end() would keep it as one of the new weights
 
     def end(self, options: dict) -> None:
         """End the update that begin() was called for. Does nothing if that was refused."""
@@ -136,11 +137,15 @@ class Updates:
         core = self._side.hooks.core
         core.collective_rpc("torpor_mark_dirty", args=("weights",))
         doubt_kv(core)
-        if not self._side.controller.is_sleeping():  # nobody runs; what is cached is of the old weights
-            self._side.hooks.retire_prefix()
+        self._retire_prefix()
         if options["version"] is not None:
             core.set_weight_version(options["version"])
         self._set(None)
+
+    def _retire_prefix(self) -> None:
+        """Let no request find what is cached. A sleeping engine leaves that to the wake: it still has its requests."""
+        if not self._side.controller.is_sleeping():
+            self._side.hooks.retire_prefix()
 
     def check_none(self) -> None:
         """Raise WrongState while an update of the weights is open."""
