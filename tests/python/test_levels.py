@@ -2,11 +2,12 @@
 """Levels, tags and what becomes of requests without preserve_state."""
 
 import asyncio
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
-from conftest import LONG_ON_GPU_PATH, kept_tags, tags
+from conftest import LONG_ON_GPU_PATH, kept_tags, result_of, tags
 from requests_of_tests import REQUESTS, final
 from tiny_model import make_model
 
@@ -25,7 +26,7 @@ def test_level_0_only_pauses(one):
 
 
 @pytest.mark.parametrize("to", ["host", "disk"])
-def test_without_preserve_state_requests_are_aborted(one, to):
+def test_without_preserve_state_requests_are_aborted(one, zygote, tiny_model, to):
     one.begin(10)
     report = one.llm.sleep(level=1, to=to)
     assert report.freed_bytes > 0
@@ -33,6 +34,14 @@ def test_without_preserve_state_requests_are_aborted(one, to):
     one.llm.wake_up()
     assert not one.engine.has_unfinished_requests()
     assert one.finish(one.begin()) == one.expected  # the weights are right
+    if to == "disk":  # it has no requests, and wakes all the same
+        one.llm.reset_prefix_cache()
+        woken = one.llm.wake_up(from_checkpoint=report.checkpoint)
+        assert woken and woken.requests == 0 and not one.engine.has_unfinished_requests()
+        process = Path(__file__).with_name("new_process.py")
+        [result] = result_of(zygote.run([process, tiny_model, one.directory, report.checkpoint]))
+        assert result["requests"] == 0 and result["answers"] == {} and result["failed"] == []
+        assert one.finish(one.begin()) == one.expected
 
 
 @pytest.mark.gpu_path

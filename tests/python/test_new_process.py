@@ -104,6 +104,41 @@ def test_a_checkpoint_without_weights_wakes_too(one, zygote, tiny_model):
     assert result["metadata"] == metadata
 
 
+def test_requests_that_waited_for_their_weights_go_on_from_the_disk(one, zygote, tiny_model):
+    answers = one.begin(10)
+    one.llm.sleep(preserve_state=True)  # it has the digest of the weights
+    one.llm.wake_up()
+    one.llm.sleep(level=2, preserve_state=True, weights="reload")
+    assert not one.llm.wake_up()
+    one.llm.collective_rpc("reload_weights")
+    report = one.llm.sleep(level=1, preserve_state=True, to="disk")
+    one.llm.wake_up()
+    assert one.finish(answers) == one.expected
+    [result] = wake_in_new_process(zygote, tiny_model, one.directory, [report.checkpoint])
+    assert result["requests"] == report.requests > 0 and result["failed"] == []
+    assert final(as_json(answers) | result["answers"]) == as_json(one.expected)
+
+
+def test_an_error_while_a_wake_is_taken_back_does_not_leave_the_engine_waking(one, monkeypatch):
+    one.begin(5, ["greedy"])
+    path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+    one.llm.wake_up()
+    run(one.engine)
+    one.llm.reset_prefix_cache()
+
+    def fails(*_, **__):
+        raise RuntimeError("on purpose")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(frontend.front_end, "restore", fails)
+        patched.setattr(frontend.front_end, "forget", fails)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            one.llm.wake_up(from_checkpoint=path)
+    assert one.llm.torpor.state().engine == "awake"
+    assert one.llm.wake_up(from_checkpoint=path)
+    assert one.finish({})["greedy"] == one.expected["greedy"]
+
+
 def test_the_version_of_the_weights_goes_with_them(one, zygote, tiny_model, monkeypatch):
     """vLLM's label of the weights, and which tokens of an answer they drew; a checkpoint from before has no label."""
     version = one.engine.get_weight_version()

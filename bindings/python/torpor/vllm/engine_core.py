@@ -625,6 +625,8 @@ def _end_with_front_end(core) -> None:
 def _with_tokens(outputs, checkpoint: dict):
     """Adds to the front end's entries what the engine core has anyway: tokens and sampling parameters."""
     requests = {item["id"]: item for item in checkpoint["scheduler"]["requests"]}
+    if outputs is None and not requests:  # of a sleep without preserve_state
+        return {"requests": [], "parents": []}
     if not isinstance(outputs, dict):
         return outputs
     for entry in outputs["requests"]:

@@ -269,8 +269,7 @@ async def _preserving(side: BlockingSide | AsyncSide, values: dict) -> Report:
     """Sleep with the requests. Nothing is asked before the engine stands still: it would cost clients a step each."""
     async with side.frozen_alone():
         stands = await _freeze(side, values)
-        has_requests = stands["engine"] == "awake" or (stands["engine"] == "asleep" and stands["level"] <= 0)
-        if not has_requests:
+        if stands["engine"] not in ("awake", "asleep"):
             return Report(await side.call("sleep", values))
         return await _with_outputs(side, "sleep", values, stands["sent"])
 
@@ -433,8 +432,10 @@ async def wake_portable(side: BlockingSide | AsyncSide, directory: str) -> WakeR
         await side.clear_caches()
         side.take(report, lost)
     except BaseException:
-        side.forget(outputs)
-        await side.call("end_portable", call | {"keep": False})
+        try:
+            side.forget(outputs)
+        finally:  # else the engine core would wait for this for ever
+            await side.call("end_portable", call | {"keep": False})
         raise
     await side.call("end_portable", call | {"keep": True, "lost": [each["id"] for each in lost]})
     report["requests"] -= len(lost)
@@ -466,8 +467,10 @@ async def _wake_up(side: BlockingSide | AsyncSide, values: dict) -> WakeReport:
             await side.clear_caches()  # of images: the engine core has cleared its own
             side.take(report)
         except BaseException:
-            side.forget(outputs)
-            await side.call("end_hold", {"keep": False})
+            try:
+                side.forget(outputs)
+            finally:  # else the engine core would wait for this for ever
+                await side.call("end_hold", {"keep": False})
             raise
         await side.call("end_hold", {"keep": True})
     side.woken(report)

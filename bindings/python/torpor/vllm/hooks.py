@@ -434,6 +434,8 @@ class VllmHooks:
     def restore(self, checkpoint: dict) -> list[dict]:
         self._own_weight_version = self.core.get_weight_version()
         self._own_pause = pauses.to_value(self.core, self.wanted_pause)
+        scheduler = checkpoint["scheduler"]
+        scheduler["engine"] = scheduler["engine"] or {}  # a sleep without preserve_state has written no requests
         values.drop_from_workers(checkpoint)
         given = values.given_since(checkpoint)
         requests, failed = self._make_requests(checkpoint, {item["id"] for item in given})

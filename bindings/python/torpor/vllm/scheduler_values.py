@@ -439,7 +439,7 @@ def scheduler_from_value(scheduler: Scheduler, value: dict, requests: dict[str, 
     def alive(ids):
         return [requests[request_id] for request_id in ids if request_id in requests]
 
-    engine = value["engine"]
+    engine = value["engine"]  # empty in a checkpoint without requests
     scheduler.requests.update(
         (item["id"], requests[item["id"]]) for item in value["requests"] if item["id"] in requests
     )
@@ -452,9 +452,9 @@ def scheduler_from_value(scheduler: Scheduler, value: dict, requests: dict[str, 
     for name in _COUNTERS:
         if name in engine:
             setattr(scheduler, name, engine[name])
-    scheduler.prev_step_scheduled_req_ids.update(engine["prev_step_scheduled"])
-    scheduler.reset_preempted_req_ids.update(engine["reset_preempted"])
-    scheduler._inflight_prefills.update(alive(engine["inflight_prefills"]))
+    scheduler.prev_step_scheduled_req_ids.update(engine.get("prev_step_scheduled", ()))
+    scheduler.reset_preempted_req_ids.update(engine.get("reset_preempted", ()))
+    scheduler._inflight_prefills.update(alive(engine.get("inflight_prefills", ())))
     scheduler.deferred_waiting.update(alive(engine.get("deferred", ())))  # absent in older checkpoints, as is the next
     if (placeholders := engine.get("spec_token_placeholders")) is not None:
         scheduler._spec_token_placeholders = list(placeholders)
