@@ -53,7 +53,7 @@ def test_a_second_sleep_and_a_wake_while_awake_change_nothing(one):
     assert one.llm.sleep(level=1, preserve_state=True).changed
     again = one.llm.sleep(level=1, preserve_state=True)
     assert not again.changed and again.note == "already asleep"
-    with pytest.raises(errors.WrongState, match="kv_cache.*asleep already") as refused:  # no checkpoint would have it
+    with pytest.raises(errors.WrongState, match=r"kv_cache.*asleep already") as refused:  # no checkpoint would have it
         one.llm.sleep(level=1, preserve_state=True, to="disk")
     assert not refused.value.state_changed and one.llm.is_sleeping()
     with pytest.raises(errors.InvalidArgument, match="wieghts"):
