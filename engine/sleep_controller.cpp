@@ -72,6 +72,8 @@ Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
   if (is_sleeping()) {
     TORPOR_ASSIGN_OR_RETURN(const bool more, frees_more(options));
     if (!more) {
+      // Who asked for a checkpoint may end the process next.
+      if (options.to_disk && !context_.asleep.checkpoint) return cannot_sleep_to_disk(context_.asleep.tags);
       log().warn("sleep: the engine is already asleep");
       SleepReport report;
       report.level = state().level;
@@ -270,6 +272,11 @@ Result<SleepReport> SleepController::wake_now(const WakeOptions& options, const 
   TORPOR_RETURN_IF_ERROR(may_begin());
   const At before = state_.at();
   const bool anew = !options.from_checkpoint.empty() || options.catch_up;
+  if (anew && (!options.tags.empty() || options.old_kv != OldKv::kUnsaid)) {
+    return Error{.code = Code::kInvalidArgument,
+                 .what = "a checkpoint wakes whole, with the KV that it has: tags and kv say nothing of it",
+                 .next_step = "leave tags and kv out"};
+  }
   if (before == At::kAwake && !anew) {
     log().warn("wake_up: the engine is already awake");
     SleepReport report;

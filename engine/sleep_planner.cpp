@@ -8,15 +8,15 @@
 
 namespace torpor {
 
+Error cannot_sleep_to_disk(const std::vector<std::string>& asleep) {
+  return {.code = Code::kFailedPrecondition,
+          .what = fmt::format("{} asleep already: a checkpoint is made of memory that is there", joined(asleep, ", ")),
+          .next_step = "wake it first, or sleep to host"};
+}
+
 Status can_sleep_to_disk(const OperationContext& context, bool asleep, bool preserve_state,
                          const std::vector<std::string>& tags, const Described& described) {
-  const std::vector<std::string>& sleeping = context.asleep.tags;
-  if (!sleeping.empty()) {
-    return Error{
-        .code = Code::kFailedPrecondition,
-        .what = fmt::format("{} asleep already: a checkpoint is made of memory that is there", joined(sleeping, ", ")),
-        .next_step = "wake it first, or sleep to host"};
-  }
+  if (!context.asleep.tags.empty()) return cannot_sleep_to_disk(context.asleep.tags);
   TORPOR_RETURN_IF_ERROR(all_have_content(described));
   if (!preserve_state) return ok();
   TORPOR_RETURN_IF_ERROR(has_kv(tags, described));

@@ -13,6 +13,9 @@ namespace torpor {
 Result<SleepPlan> plan_of_sleep(const OperationContext& context, const SleepOptions& options, const Status& valid,
                                 bool being_written);
 
+// Return the error of a sleep to disk while these tags are asleep.
+Error cannot_sleep_to_disk(const std::vector<std::string>& asleep);
+
 // Return why an engine cannot sleep to disk, as kFailedPrecondition or kInvalidArgument. `asleep`: it sleeps already.
 // `tags`: what the sleep would release.
 Status can_sleep_to_disk(const OperationContext& context, bool asleep, bool preserve_state,

@@ -68,7 +68,8 @@ enum class OldKv : uint8_t {
 struct WakeOptions {
   // Empty: all that sleep. Tags that cannot wait come with them, named or not (engine/tags.h).
   std::vector<std::string> tags;
-  std::string from_checkpoint;  // path of a checkpoint or a directory of checkpoints; for a new, empty engine
+  // Path of a checkpoint or a directory of checkpoints; for a new, empty engine. It wakes whole: no tags, no old_kv.
+  std::string from_checkpoint;
   bool discard_on_restore_error = false;
   OldKv old_kv = OldKv::kUnsaid;  // kUnsaid is an error if requests have KV and the weights were written
   bool hold = false;              // restore, but do not run: end_hold() follows

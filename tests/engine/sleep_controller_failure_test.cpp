@@ -19,10 +19,15 @@ TEST_F(SleepFailure, AlreadyAsleepOrAwakeIsANoOp) {
   EXPECT_FALSE(awake.changed);
   EXPECT_TRUE(awake.fully_awake);
   ASSERT_SUCCEEDS(slept.controller.sleep(to_host()));
-  const SleepReport again = value_of(slept.controller.sleep(to_disk()));
+  const SleepReport again = value_of(slept.controller.sleep(to_host()));
   EXPECT_FALSE(again.changed);
   EXPECT_EQ(again.level, 1);
+  // A checkpoint that nobody wrote is no no-op: the caller may end the process next.
+  EXPECT_FAILS(slept.controller.sleep(to_disk()), Code::kFailedPrecondition, "asleep already");
   ASSERT_SUCCEEDS(slept.controller.wake_up({}));
+  EXPECT_FAILS(slept.controller.wake_up({.tags = {"weights"}, .from_checkpoint = "/"}), Code::kInvalidArgument, "tags");
+  EXPECT_FAILS(slept.controller.wake_up({.from_checkpoint = "/", .old_kv = OldKv::kAbort}), Code::kInvalidArgument,
+               "kv");
   expect_untouched(slept);
 }
 

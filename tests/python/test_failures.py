@@ -37,13 +37,25 @@ def test_wrong_arguments_are_refused_by_name(one, options, named):
     assert one.finish(answers) == one.expected
 
 
+@pytest.mark.parametrize("options", [{"kv": "abort"}, {"weights_changed": True}, {"tags": ["weights"]}])
+def test_a_wake_from_a_checkpoint_takes_no_kv_and_no_tags(one, options):
+    answers = one.begin(10)
+    with pytest.raises(errors.InvalidArgument, match="tags and kv") as caught:
+        one.llm.wake_up(from_checkpoint=one.directory, **options)
+    assert caught.value.next_step and not caught.value.state_changed
+    assert one.finish(answers) == one.expected
+
+
 def test_a_second_sleep_and_a_wake_while_awake_change_nothing(one):
     answers = one.begin(10)
     woken = one.llm.wake_up()
     assert woken and not woken.changed
     assert one.llm.sleep(level=1, preserve_state=True).changed
-    again = one.llm.sleep(level=1, preserve_state=True, to="disk")
+    again = one.llm.sleep(level=1, preserve_state=True)
     assert not again.changed and again.note == "already asleep"
+    with pytest.raises(errors.WrongState, match=r"kv_cache.*asleep already") as refused:  # no checkpoint would have it
+        one.llm.sleep(level=1, preserve_state=True, to="disk")
+    assert not refused.value.state_changed and one.llm.is_sleeping()
     with pytest.raises(errors.InvalidArgument, match="wieghts"):
         one.llm.wake_up(tags=["wieghts"])
     one.llm.wake_up()

@@ -183,6 +183,22 @@ def test_no_request_runs_on_weights_whose_update_has_failed(one, weights, tiny_m
             one.llm.wake_up(**arguments)
 
 
+@pytest.mark.gpu_path
+def test_after_a_failed_update_a_wake_of_both_named_tags_is_refused_as_one_of_all(one, weights, tiny_model):
+    with pytest.raises(_Failed), one.llm.updating_weights():
+        raise _Failed
+    one.llm.sleep(preserve_state=True)
+    for named in (None, ["weights", "kv_cache"]):  # the wake brings all other tags back too
+        with pytest.raises(errors.WrongState, match="has failed"):
+            one.llm.wake_up(tags=named)
+    assert not one.llm.wake_up(tags=["weights"])
+    with pytest.raises(errors.WrongState, match="has failed"):
+        one.llm.wake_up(tags=["kv_cache"])
+    with one.llm.updating_weights():
+        weights(tiny_model)
+    assert one.llm.wake_up()
+
+
 def _updates_of(state: dict) -> tuple[Updates, SimpleNamespace]:
     """Those of an engine that stands in `state`, without requests; and its scheduler."""
     scheduler = SimpleNamespace(requests={})

@@ -16,6 +16,15 @@ def test_documents_and_sources_are_in_order():
     assert checks.all_problems(ROOT) == []
 
 
+def test_members_of_classes_that_documents_name_exist(tmp_path):
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / "queue.h").write_text("class Queue {\n  void push();\n};\n")
+    (tmp_path / "page.md").write_text("`Queue::push`, `Queue::push()`, `std::move` and `torpor::queue`\n")
+    assert checks.missing_members(tmp_path) == []
+    (tmp_path / "page.md").write_text("`Queue::pop()`\n")
+    assert checks.missing_members(tmp_path) == ["page.md: names Queue::pop, which does not exist"]
+
+
 def test_every_folder_has_a_readme():
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True

@@ -22,6 +22,7 @@ from devtool.setup import LINT, FOLDERS
 _PATH = re.compile(
     r"`([A-Za-z0-9_.][A-Za-z0-9_./-]*/[A-Za-z0-9_./-]*|[A-Za-z0-9_]+\.(?:h|cpp|py|md|txt|json|cmake|toml))`"
 )
+_MEMBER = re.compile(r"`([A-Z]\w*)::(\w+)(?:\(\))?`")
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 _TOPS = {*FOLDERS, "tools", "tests", "docs", "cmake"}
 
@@ -45,6 +46,19 @@ def missing_paths(root: Path) -> list[str]:
             if not any((base / name).exists() for base in (root, document.parent)):
                 problems.append(f"{document.relative_to(root)}: names {name}, which does not exist")
     return problems
+
+
+def missing_members(root: Path) -> list[str]:
+    """Members of C++ classes that a .md names and that no file with that class has."""
+    files = tracked(root)
+    words = [set(re.findall(r"\w+", path.read_text())) for path in files if path.suffix in (".h", ".cpp")]
+    return [
+        f"{document.relative_to(root)}: names {owner}::{member}, which does not exist"
+        for document in files
+        if document.suffix == ".md"
+        for owner, member in sorted(set(_MEMBER.findall(document.read_text())))
+        if not any({owner, member} <= each for each in words)
+    ]
 
 
 def forbidden_includes(root: Path) -> list[str]:
@@ -343,6 +357,7 @@ def long_lines(root: Path) -> list[str]:
 def all_problems(root: Path) -> list[str]:
     checks = (
         missing_paths,
+        missing_members,
         unclear_documents,
         long_lines,
         lambda root: replaced_names(root, tracked(root)),

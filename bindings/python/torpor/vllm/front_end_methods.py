@@ -62,8 +62,8 @@ _WAKE_UP = """Brings the memory back, and the requests with it. Returns when it 
     tags: of "weights" and "kv_cache" wake only these, with all other tags that sleep; the engine takes no step until
         all are back. None: all. An empty list is refused.
     from_checkpoint: path of a checkpoint, or of a directory whose newest is taken, for a new engine without requests.
-        The report's `checkpoint` says which one it was; an error names it. None: no checkpoint, unless the option
-        `wake_latest` is on.
+        The report's `checkpoint` says which one it was; an error names it. It wakes whole, with its KV, so `tags` and
+        `kv` are refused. None: no checkpoint, unless the option `wake_latest` is on.
     on_restore_error: with from_checkpoint. "abort" raises, "discard" wakes without the checkpoint.
     kv: new weights were loaded meanwhile: what becomes of KV of the old ones, which no new request finds. "recompute":
         it is computed again from the tokens so far. "keep": running requests go on with it. "abort": the requests end;

@@ -18,6 +18,8 @@ _WRITE_NO_WEIGHTS = frozenset({
 # These of them write weights: they say so to the rank's memory, but not to the engine core.
 _WRITE_AND_SAY_SO = frozenset({"finish_weight_update", "reload_weights", "update_weights"})
 
+_WAIT_UNNAMED = ("weights", "kv_cache")  # each wake that names tags brings back all other tags too
+
 STALE_KV = ("recompute", "keep", "abort")
 
 UPDATING_WEIGHTS = """`with llm.updating_weights(version="17"): …` (`async with` of an AsyncLLM):
@@ -156,7 +158,8 @@ class Updates:
         """Before a wake after which requests would run."""
         if self._open is None:
             return
-        asleep = {tag for tag, state in self._side.controller.state()["tags"].items() if state != "attached"}
+        states = self._side.controller.state()["tags"]
+        asleep = {tag for tag in _WAIT_UNNAMED if states.get(tag, "attached") != "attached"}
         tags = options.get("tags")
         if tags and not asleep <= set(tags):
             return
