@@ -351,11 +351,12 @@ def test_control_a_lost_state_of_numpy_changes_requests_that_have_not_begun(one)
 
 @pytest.mark.skipif(not gpu_path.pretends_cuda(), reason="on a CPU each engine has memory of its own")
 def test_a_second_engine_of_a_process_is_refused_on_the_same_device(one):
-    """Their tags have the same names: a sleep of one would take the other's memory."""
-    worker = one.core.model_executor.driver_worker.worker
-    with (
-        pytest.raises(errors.Unsupported, match="another engine of this process has its memory on device 0"),
-        worker._maybe_get_memory_pool_context("weights"),
-    ):
-        raise AssertionError("not refused")
+    """Their tags have the same names: a sleep of one would take the other's memory, and use its options."""
+    from torpor import memory
+    from torpor.vllm.gpu_memory import GpuWorkerMemory
+
+    device = one.core.model_executor.driver_worker.worker.device
+    with pytest.raises(errors.Unsupported, match="another engine of this process has its memory on device 0"):
+        GpuWorkerMemory(device, {"arena_budget_bytes": 1})
+    assert memory.ledger()[0]["arena_budget_bytes"] != 1
     assert one.finish(one.begin()) == one.expected
