@@ -219,6 +219,7 @@ def main() -> int:
     options.streams = options.streams or (FULL_STREAMS if options.full else STREAMS)
     options.prompt_tokens = options.prompt_tokens or (FULL_PROMPT_TOKENS if options.full else PROMPT_TOKENS)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     result = asyncio.run(play(options))
     if options.json:
         print(json.dumps(result, indent=2))
