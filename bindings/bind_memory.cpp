@@ -83,12 +83,11 @@ void bind_memory(py::module_& module) {
       "memory_of",
       [](int device, const py::dict& dict) {
         RankMemoryOptions options = rank_memory_options_from(dict);
-        options.prefault_waits = true;  // the engine loads weights and captures CUDA graphs first
         bool made_here = false;
         const auto make = [&](int ordinal) -> Result<std::unique_ptr<RankMemory>> {
           made_here = true;
           TORPOR_ASSIGN_OR_RETURN(std::unique_ptr<DeviceMemory> made, make_process_device(ordinal));
-          options.prefault_waits = made->kind() != "host";
+          options.prefault_waits = made->kind() != "host";  // the engine captures CUDA graphs first
           return RankMemory::create(std::move(made), module_files(), options);
         };
         return value_or_raise(without_lock([&]() -> Result<RankMemory*> {

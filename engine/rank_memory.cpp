@@ -157,7 +157,6 @@ Status RankMemory::apply(const RankMemoryOptions& options) {
   parts_->spill_staging_bytes = staging_of(options, arena_->info().budget_bytes);
   prefault_waiting_ = options.arena_prefault_bytes.value_or(0);
   prefault_wanted_ = !options.arena_prefault_bytes;
-  if (!options.prefault_waits) start_prefault();
   return ok();
 }
 

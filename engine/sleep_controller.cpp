@@ -72,7 +72,7 @@ Result<SleepReport> SleepController::sleep_now(const SleepOptions& options) {
   if (is_sleeping()) {
     TORPOR_ASSIGN_OR_RETURN(const bool more, frees_more(options));
     if (!more) {
-      // Who asked for a checkpoint may end the process next.
+      // The caller wants a checkpoint, and may end the process next.
       if (options.to_disk && !context_.asleep.checkpoint) return cannot_sleep_to_disk(context_.asleep.tags);
       log().warn("sleep: the engine is already asleep");
       SleepReport report;

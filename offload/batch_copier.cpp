@@ -27,7 +27,7 @@ Error wrong_bytes(const SavedChunk& saved) {
                .next_step = "use another checkpoint"};
 }
 
-// What ends with this process has no other copy. A damaged checkpoint has: another checkpoint.
+// A store that ends with this process is the only copy. In place of a damaged checkpoint there may be another one.
 void correct_next_steps(std::span<ChunkTransfer> batch, const StoreTraits& store) {
   if (!store.in_memory && !store.temporary) return;
   for (ChunkTransfer& chunk : batch) {

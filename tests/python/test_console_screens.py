@@ -288,9 +288,9 @@ def test_keys_act_on_the_engine_that_is_shown_and_not_on_the_newest(mock):
 
 
 class Connection:
-    """In place of one to an engine: what was asked. A slow call is answered when it is let go."""
+    """In place of one to an engine: what was asked. It answers a slow call when `answering` is set."""
 
-    let_go: threading.Event
+    answering: threading.Event
     made: list["Connection"]
 
     def __init__(self, path, timeout):
@@ -300,7 +300,7 @@ class Connection:
 
     def call(self, method, /, **params):
         self.calls.append((method, params))
-        if method == "transfer.wait" and not self.let_go.wait(0.1 if self.timeout is not None else SECONDS):
+        if method == "transfer.wait" and not self.answering.wait(0.1 if self.timeout is not None else SECONDS):
             raise TimeoutError("timed out")
         if method == "record.start":
             raise errors.TimedOut("the disk is slow", "wait")
@@ -318,12 +318,12 @@ class Connection:
 
 @pytest.fixture
 def connections(recording, monkeypatch):
-    """Those that the screens of the recording made, as if its engine lived."""
-    monkeypatch.setattr(Connection, "let_go", threading.Event(), raising=False)
+    """The connections that the screens of the recording make. They stand for those to a running engine."""
+    monkeypatch.setattr(Connection, "answering", threading.Event(), raising=False)
     monkeypatch.setattr(Connection, "made", [], raising=False)
     monkeypatch.setattr(torpor.console, "connect", Connection)
     yield Connection.made
-    Connection.let_go.set()
+    Connection.answering.set()
 
 
 def test_a_slow_call_holds_up_neither_the_screen_nor_the_stop_of_its_user(recording, connections):
@@ -333,7 +333,7 @@ def test_a_slow_call_holds_up_neither_the_screen_nor_the_stop_of_its_user(record
         assert app.said == "transfer.wait: under way" and not connections[0].closed
 
     wait = ["colon", *"transfer.wait", "space", *"candidate=3", "enter", waits]
-    drive(app, ["p", "p", *wait, "c", Connection.let_go.set, until(app, lambda: "asked of" in app.said)])
+    drive(app, ["p", "p", *wait, "c", Connection.answering.set, until(app, lambda: "asked of" in app.said)])
     assert app.said.startswith("transfer.wait: {")
     stopped, waited = connections
     assert [method for method, _ in stopped.calls] == ["pause", "resume"]

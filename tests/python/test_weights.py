@@ -200,7 +200,7 @@ def test_after_a_failed_update_a_wake_of_both_named_tags_is_refused_as_one_of_al
 
 
 def _updates_of(state: dict) -> tuple[Updates, SimpleNamespace]:
-    """Those of an engine that stands in `state`, without requests; and its scheduler."""
+    """Return the updates of an engine in this state, without requests; and its scheduler."""
     scheduler = SimpleNamespace(requests={})
     core = SimpleNamespace(scheduler=scheduler)
     hooks = SimpleNamespace(core=core, scheduler=scheduler, retire_prefix=lambda: None)

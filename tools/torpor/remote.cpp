@@ -109,12 +109,12 @@ bool is_of_this_checkpoint(const Error& error) {
          error.code == Code::kNotFound;  // it went meanwhile
 }
 
-// What a server says of an error, as torpor's routes and vLLM's have it. `keys`: which variable has to have which key.
+// Return the error that a server of torpor, or vLLM's routes, answered. `keys`: which variable has to have which key.
 Error error_of(const std::string& url, const remote::HttpAnswer& answer, std::string_view keys) {
   const Json content = Json::parse(answer.body, nullptr, false);
   const Json reported = content.is_object() ? content.value("error", Json()) : Json();
   if (answer.status == 401 || answer.status == 403) {
-    // Of a 401 the server's next step says how HTTP sends a key.
+    // The server's next step for a 401 says how HTTP sends a key; a user of this program sets a variable.
     const bool apart = answer.status == 401 && reported.is_object() && reported.contains("what");
     const Json why = reported.is_object() ? reported.value(apart ? "what" : "message", Json()) : reported;
     return {.code = Code::kUnauthenticated,

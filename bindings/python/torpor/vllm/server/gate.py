@@ -105,7 +105,7 @@ class Gate:
             case Asleep.NEEDS_WEIGHTS if not await server.has_weights():
                 return Refusal(409, f"the server is {server.state}", "POST /wake_up?tags=weights first")
             case Asleep.REFUSED if server.state != "awake":
-                return Refusal(409, f"the server is {server.state}", "wake it first (POST /wake_up)")
+                return Refusal(409, f"the server is {server.state}", "wake it first: POST /wake_up")
             case Asleep.UNKNOWN if server.state != "awake":
                 return Refusal(503, f"the server is {server.state}, and torpor does not know what this route needs")
         return None

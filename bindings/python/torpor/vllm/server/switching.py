@@ -89,7 +89,7 @@ class Switch:
     async def _check(self) -> None:
         server = self._server
         if server.state != "awake":
-            raise WrongState(f"the server is {server.state}", "wake it first (POST /wake_up)")
+            raise WrongState(f"the server is {server.state}", "wake it first: POST /wake_up")
         if await server.engine.is_paused():
             raise WrongState("the engine is paused", "resume it first (POST /resume)")
         if not server.has_log or not server.options.checkpoint_dir:
