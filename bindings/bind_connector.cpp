@@ -379,11 +379,11 @@ class ConnectorScheduler final : public console::OffloadAccess {
   bool has_answer(Record& record, const py::object& request) {
     if (options_.offload.index.remote_slots == 0 || record.loading) return true;
     if (std::exchange(record.remote_asked, true))
-      return !scheduler_->asking(record.number) || system_clock().now() >= record.ask_until;
+      return !scheduler_->lookup_pending(record.number) || system_clock().now() >= record.ask_until;
     asks_.take_all(request, scheduler_->space());
     record.ask_until = system_clock().now() + options_.remote_wait;
-    return value_or_raise(
-               try_catch([&]() -> Result<size_t> { return scheduler_->ask(record.number, asks_.keys()); })) == 0;
+    return value_or_raise(try_catch(
+               [&]() -> Result<size_t> { return scheduler_->begin_lookup(record.number, asks_.keys()); })) == 0;
   }
 
   // Return the tokens of the hit, and reserve its part of the step's budget if it fits.
@@ -457,7 +457,7 @@ class ConnectorScheduler final : public console::OffloadAccess {
   bool asks_ahead(Record& record) {
     if (options_.offload.index.remote_slots == 0) return true;
     if (!record.remote_asked) (void)has_answer(record, record.request);
-    return !scheduler_->asking(record.number);
+    return !scheduler_->lookup_pending(record.number);
   }
 
   // Return the priority; vLLM runs lower ones first. A client may choose any number of 64 bits.

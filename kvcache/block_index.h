@@ -100,12 +100,12 @@ class BlockIndex {
   void close_segment() { segments_.close(); }
   // Return how many disk slots can be reserved before a segment is evicted.
   int64_t disk_room() const { return segments_.room(); }
-  // Return the visible blocks of the segment that is evicted next. To keep one, the caller reinserts it before that:
-  // pin the old slot, copy it into append_again(old), and commit() that, which replaces the old one. append_again()
-  // fails with kFailedPrecondition if the slot is not visible and pinned, or was reinserted already;
-  // kResourceExhausted: no disk slot is free.
+  // Return the visible blocks of the segment that is evicted next. To keep one, reinsert() it before that.
   std::vector<LeavingBlock> leaving() const;
-  Result<Slot> append_again(Slot disk_slot);
+  // Reserve a new disk slot for the block in `disk_slot`, and return it. Pin the old slot before; copy its bytes into
+  // the new slot afterwards, and commit() that, which replaces the old one. kFailedPrecondition: the old slot is not
+  // visible and pinned, or was reinserted already. kResourceExhausted: no disk slot is free.
+  Result<Slot> reinsert(Slot disk_slot);
   int32_t segment_of(Slot disk_slot) const { return segments_.segment_of(disk_slot); }
 
   // Return what has changed, to be taken.

@@ -22,14 +22,14 @@ std::vector<LeavingBlock> BlockIndex::leaving() const {
   return collected ? std::move(blocks) : std::vector<LeavingBlock>();
 }
 
-Result<Slot> BlockIndex::append_again(Slot old) {
+Result<Slot> BlockIndex::reinsert(Slot old) {
   const StoreSlots& slots = stores_[StoreId::kDisk];
   const StoreSlots::Record* record = slots.known(old);
   if (record == nullptr || record->state != State::kVisible || record->pins == 0 || record->after >= 0 ||
       slots.stale(old)) {
     return try_catch([&]() -> Result<Slot> {
       return Error{.code = Code::kFailedPrecondition,
-                   .what = "only a visible, pinned block on disk can be appended again, and once",
+                   .what = "only a visible, pinned block on disk can be reinserted, and once",
                    .next_step = "leave it out"};
     });
   }

@@ -34,6 +34,11 @@ struct BlockLocations {
   friend bool operator==(const BlockLocations&, const BlockLocations&) = default;
 };
 
+constexpr Slot slot_in(const BlockLocations& places, StoreId store) {
+  if (store == StoreId::kHost) return places.host;
+  return store == StoreId::kDisk ? places.disk : places.remote;
+}
+
 // Return the store from which a block that is somewhere is loaded.
 constexpr StoreId nearest(const BlockLocations& places) {
   if (places.host >= 0) return StoreId::kHost;

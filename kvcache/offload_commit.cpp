@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // OffloadScheduler: commits batches in a step, and ends them when the ranks have reported.
 #include <algorithm>
+#include <optional>
 
 #include <fmt/core.h>
 
@@ -34,14 +35,14 @@ const TransferPlan& OffloadScheduler::plan(bool flush, bool of_device) {
   // If memory runs out, the rest stays queued for the next step.
   (void)try_catch([&]() -> Status {
     queue_.set_held_aside(clock_.now());
-    commit_loads(flush);
-    commit_down(flush);
+    commit_onboards(flush);
+    commit_offloads(flush);
     if (of_device) return ok();
-    commit_on(Way::kDemote, StoreId::kDisk, flush);
-    commit_on(Way::kPublish, StoreId::kRemote, flush);
-    commit_up(flush);
-    commit_asks();
-    commit_again();
+    commit_moves_from_host(Way::kDemote, StoreId::kDisk, flush);
+    commit_moves_from_host(Way::kPublish, StoreId::kRemote, flush);
+    commit_prefetches(flush);
+    commit_lookups();
+    commit_reinsertions();
     return ok();
   });
   within_step_ = 0;
@@ -96,7 +97,7 @@ OffloadScheduler::PlannedBatch* OffloadScheduler::planned(uint64_t id) {
 // ---- commitment
 
 // Plan each load as one job for each store that it reads from.
-void OffloadScheduler::commit_loads(bool flush) {
+void OffloadScheduler::commit_onboards(bool flush) {
   for (OffloadQueue::Next next; (next = queue_.next(Way::kOnboard, clock_.now(), flush)).blocks > 0;) {
     make_room(next.blocks, next.containers);
     for (std::string& name : names_) name = at(next.owner).id;
@@ -122,16 +123,16 @@ void OffloadScheduler::commit_loads(bool flush) {
   }
 }
 
-void OffloadScheduler::commit_down(bool flush) {
+void OffloadScheduler::commit_offloads(bool flush) {
   for (OffloadQueue::Next next; (next = queue_.next(Way::kOffload, clock_.now(), flush)).blocks > 0;) {
     make_room(next.blocks, next.containers);
     queue_.commit(Way::kOffload, next, batch_);
-    for (const StoreId store : {StoreId::kHost, StoreId::kDisk}) commit_into(store);
+    for (const StoreId store : {StoreId::kHost, StoreId::kDisk}) commit_offloads_to(store);
   }
 }
 
 // Hold the blocks of the batch that go into this store, and reserve a slot for each. End the others here.
-void OffloadScheduler::commit_into(StoreId store) {
+void OffloadScheduler::commit_offloads_to(StoreId store) {
   blocks_.clear();
   versions_.clear();
   for (const QueuedBlock& block : batch_.blocks) {
@@ -202,68 +203,84 @@ void OffloadScheduler::reinsert_used() {
     for (const LeavingBlock& block : index_->leaving()) {
       if (!block.used || block.on_host) continue;
       if (disk_room_ <= 1) break;
-      JobBlock& again =
-          again_.emplace_back(JobBlock{.queued = {.key = block.key, .store = StoreId::kDisk}, .from = block.slot});
+      JobBlock& reinsertion = reinsertions_.emplace_back(
+          JobBlock{.queued = {.key = block.key, .store = StoreId::kDisk}, .from = block.slot});
       index_->pin(StoreId::kDisk, block.slot);
-      const Result<Slot> slot = index_->append_again(block.slot);
+      const Result<Slot> slot = index_->reinsert(block.slot);
       if (!slot) {
         index_->unpin(StoreId::kDisk, block.slot);
-        again_.pop_back();
+        reinsertions_.pop_back();
         continue;
       }
-      again.queued.slot = *slot;
+      reinsertion.queued.slot = *slot;
       --disk_room_;
     }
     return ok();
   });
 }
 
-void OffloadScheduler::commit_again() {
-  if (again_.empty()) return;
-  make_room(again_.size(), 0);
+void OffloadScheduler::commit_reinsertions() {
+  if (reinsertions_.empty()) return;
+  make_room(reinsertions_.size(), 0);
   PlannedBatch& batch = new_batch(Way::kDemote, StoreId::kDisk);
   batch.from = StoreId::kDisk;
-  batch.blocks.swap(again_);  // leaves again_ empty: a new batch has no blocks
+  batch.blocks.swap(reinsertions_);  // leaves reinsertions_ empty: a new batch has no blocks
   plan(batch, PlanKind::kMove);
 }
 
-void OffloadScheduler::commit_on(Way way, StoreId store, bool flush) {
+// Plan the blocks of batch_ that are copied from the store `from` to the store `to` as one job. `locate` returns where
+// a block of batch_ is, by index; none if a job from another store copies it.
+template <class Locate>
+void OffloadScheduler::commit_moves(Way way, StoreId from, StoreId to, const Locate& locate) {
+  PlannedBatch* batch = nullptr;
+  size_t block = 0;
+  for (const OffloadQueue::Owner& owner : batch_.owners) {
+    uint32_t taken = 0;
+    for (uint32_t i = 0; i < owner.count; ++i, ++block) {
+      const std::optional<BlockLocations> places = locate(block);
+      if (!places) continue;
+      const QueuedBlock& queued = batch_.blocks[block];
+      const Slot source = slot_in(*places, from);
+      const bool present = slot_in(*places, to) >= 0;
+      BlockOutcome outcome = present ? BlockOutcome::kPresent : BlockOutcome::kEvicted;
+      Slot slot = -1;
+      if (!present && source >= 0) {
+        index_->pin(from, source);
+        outcome = reserve(queued, to, slot);
+        if (outcome != BlockOutcome::kTransferred) index_->unpin(from, source);
+      }
+      if (outcome != BlockOutcome::kTransferred) {
+        queue_.end(owner.ticket, way, outcome, 1);
+        continue;
+      }
+      if (batch == nullptr) {
+        batch = &new_batch(way, to);
+        batch->from = from;
+      }
+      batch->blocks.push_back({.queued = queued, .from = source});
+      batch->blocks.back().queued.slot = slot;
+      ++taken;
+    }
+    if (taken > 0) batch->owners.push_back({owner.ticket, taken});
+  }
+  if (batch != nullptr) plan(*batch, PlanKind::kMove);
+}
+
+void OffloadScheduler::commit_moves_from_host(Way way, StoreId to, bool flush) {
   for (OffloadQueue::Next next; (next = queue_.next(way, clock_.now(), flush)).blocks > 0;) {
     make_room(next.blocks, next.containers);
     queue_.commit(way, next, batch_);
-    PlannedBatch* batch = nullptr;
-    size_t block = 0;
-    for (const OffloadQueue::Owner& owner : batch_.owners) {
-      uint32_t taken = 0;
-      for (uint32_t i = 0; i < owner.count; ++i) {
-        const QueuedBlock& queued = batch_.blocks[block++];
-        BlockLocations places;
-        (void)index_->run({&queued.key, 1}, {&places, 1});
-        const bool there = (store == StoreId::kDisk ? places.disk : places.remote) >= 0;
-        BlockOutcome outcome = there ? BlockOutcome::kPresent : BlockOutcome::kEvicted;
-        Slot slot = -1;
-        if (places.host >= 0 && !there) {
-          index_->pin(StoreId::kHost, places.host);
-          outcome = reserve(queued, store, slot);
-          if (outcome != BlockOutcome::kTransferred) index_->unpin(StoreId::kHost, places.host);
-        }
-        if (outcome != BlockOutcome::kTransferred) {
-          queue_.end(owner.ticket, way, outcome, 1);
-          continue;
-        }
-        if (batch == nullptr) batch = &new_batch(way, store);
-        batch->blocks.push_back({.queued = queued, .from = places.host});
-        batch->blocks.back().queued.slot = slot;
-        ++taken;
-      }
-      if (taken > 0) batch->owners.push_back({owner.ticket, taken});
-    }
-    if (batch != nullptr) plan(*batch, PlanKind::kMove);
+    // Look up each block only now: the slot that is reserved for one block may evict another.
+    commit_moves(way, StoreId::kHost, to, [this](size_t block) -> std::optional<BlockLocations> {
+      BlockLocations places;
+      (void)index_->run({&batch_.blocks[block].key, 1}, {&places, 1});
+      return places;
+    });
   }
 }
 
-// Plan the blocks that go into host memory as one job for each store that they are read from.
-void OffloadScheduler::commit_up(bool flush) {
+// Plan the blocks that are copied into host memory as one job for each store that they are read from.
+void OffloadScheduler::commit_prefetches(bool flush) {
   for (OffloadQueue::Next next; (next = queue_.next(Way::kPrefetch, clock_.now(), flush)).blocks > 0;) {
     make_room(next.blocks, next.containers);
     keys_.reserve(next.blocks);
@@ -274,38 +291,12 @@ void OffloadScheduler::commit_up(bool flush) {
     places_.resize(std::max(places_.size(), keys_.size()));
     index_->find_each(keys_, places_);
     for (const StoreId from : {StoreId::kDisk, StoreId::kRemote}) {
-      PlannedBatch* batch = nullptr;
-      size_t block = 0;
-      for (const OffloadQueue::Owner& owner : batch_.owners) {
-        uint32_t taken = 0;
-        for (uint32_t i = 0; i < owner.count; ++i, ++block) {
-          const BlockLocations& places = places_[block];
-          const bool present = places.host >= 0;
-          const bool remote = !present && places.disk < 0 && places.remote >= 0;
-          if (remote != (from == StoreId::kRemote)) continue;  // the other pass has it
-          const Slot source = remote ? places.remote : places.disk;
-          Slot slot = -1;
-          BlockOutcome outcome = present ? BlockOutcome::kPresent : BlockOutcome::kEvicted;
-          if (!present && source >= 0) {
-            index_->pin(from, source);
-            outcome = reserve(batch_.blocks[block], StoreId::kHost, slot);
-            if (outcome != BlockOutcome::kTransferred) index_->unpin(from, source);
-          }
-          if (outcome != BlockOutcome::kTransferred) {
-            queue_.end(owner.ticket, Way::kPrefetch, outcome, 1);
-            continue;
-          }
-          if (batch == nullptr) {
-            batch = &new_batch(Way::kPrefetch, StoreId::kHost);
-            batch->from = from;
-          }
-          batch->blocks.push_back({.queued = batch_.blocks[block], .from = source});
-          batch->blocks.back().queued.slot = slot;
-          ++taken;
-        }
-        if (taken > 0) batch->owners.push_back({owner.ticket, taken});
-      }
-      if (batch != nullptr) plan(*batch, PlanKind::kMove);
+      commit_moves(Way::kPrefetch, from, StoreId::kHost, [&](size_t block) -> std::optional<BlockLocations> {
+        const BlockLocations& places = places_[block];
+        const bool remote = places.anywhere() && nearest(places) == StoreId::kRemote;
+        if (remote != (from == StoreId::kRemote)) return std::nullopt;
+        return places;
+      });
     }
   }
 }
@@ -377,19 +368,19 @@ void OffloadScheduler::count(PlannedBatch& batch, const JobReport& job, const Tr
 
 void OffloadScheduler::end(PlannedBatch& batch) {
   switch (batch.way) {
-    case Way::kOffload: end_down(batch); break;
+    case Way::kOffload: end_offload(batch); break;
     case Way::kDemote:
     case Way::kPublish:
-    case Way::kPrefetch: end_on(batch); break;
-    case Way::kOnboard: end_up(batch); break;
-    case Way::kLookup: end_ask(batch); break;
+    case Way::kPrefetch: end_move(batch); break;
+    case Way::kOnboard: end_onboard(batch); break;
+    case Way::kLookup: end_lookup(batch); break;
   }
   end_owners(batch);
   queue_.job_ended(batch.way);
   note_time(times_.batches[static_cast<size_t>(batch.way)], batch.planned_at);
   if (batch.way == Way::kOffload) {  // without memory to queue them the blocks stay in host memory only
     for (const StoreId store : {StoreId::kDisk, StoreId::kRemote})
-      (void)try_catch([&]() -> Status { return send_on(batch, store), ok(); });
+      (void)try_catch([&]() -> Status { return enqueue_copies_to(store, batch), ok(); });
   }
   free_batches_.push_back(static_cast<uint32_t>(&batch - batches_.data()));
   batch.id = 0;
@@ -401,7 +392,7 @@ void OffloadScheduler::note_time(std::vector<double>& times, std::chrono::nanose
   (void)try_catch([&]() -> Status { return times.push_back(seconds_between(from, clock_.now())), ok(); });
 }
 
-void OffloadScheduler::end_down(PlannedBatch& batch) {
+void OffloadScheduler::end_offload(PlannedBatch& batch) {
   bool disk_failed = false;
   blocks_.clear();
   for (JobBlock& block : batch.blocks) {
@@ -432,7 +423,7 @@ void OffloadScheduler::end_down(PlannedBatch& batch) {
   if (options_.mode == OffloadMode::kEager) device_.release(blocks_);
 }
 
-void OffloadScheduler::end_on(PlannedBatch& batch) {
+void OffloadScheduler::end_move(PlannedBatch& batch) {
   bool failed = false;
   for (const JobBlock& block : batch.blocks) {
     const QueuedBlock& queued = block.queued;
@@ -443,7 +434,7 @@ void OffloadScheduler::end_on(PlannedBatch& batch) {
       index_->commit(StoreId::kDisk, queued.slot);
       index_->unpin(StoreId::kDisk, queued.slot);
       index_->unpin(StoreId::kDisk, block.from);
-      ++appended_again_;
+      ++reinserted_;
       continue;
     }
     if (!unproven) index_->unpin(batch.from, block.from);
@@ -461,7 +452,7 @@ void OffloadScheduler::end_on(PlannedBatch& batch) {
   if (failed && batch.store == StoreId::kDisk) index_->close_segment();
 }
 
-void OffloadScheduler::end_up(PlannedBatch& batch) {
+void OffloadScheduler::end_onboard(PlannedBatch& batch) {
   Request& request = at(batch.request);
   for (const JobBlock& block : batch.blocks) {
     Pinned& pinned = request.pinned[static_cast<size_t>(block.at)];
@@ -490,10 +481,10 @@ void OffloadScheduler::end_owners(PlannedBatch& batch) {
   batch.owners.clear();
 }
 
-void OffloadScheduler::send_on(const PlannedBatch& batch, StoreId store) {
+void OffloadScheduler::enqueue_copies_to(StoreId store, const PlannedBatch& batch) {
   queued_.clear();
   for (const JobBlock& block : batch.blocks) {
-    const bool wanted = store == StoreId::kDisk ? block.queued.on : block.queued.out;
+    const bool wanted = store == StoreId::kDisk ? block.queued.to_disk : block.queued.to_remote;
     if (!wanted || block.outcome != BlockOutcome::kTransferred) continue;
     queued_.push_back(block.queued);
     queued_.back().store = store;

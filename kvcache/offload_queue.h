@@ -83,8 +83,8 @@ struct QueuedBlock {
   int32_t priority = 0;            // of its later kDemote and kPublish
   Slot slot = -1;                  // kOnboard: source
   StoreId store = StoreId::kHost;  // kOnboard: source; else target
-  bool on = false;                 // kOffload: kDemote it to disk afterwards
-  bool out = false;                // kOffload: kPublish it to the remote store afterwards
+  bool to_disk = false;            // kOffload: kDemote it to disk afterwards
+  bool to_remote = false;          // kOffload: kPublish it to the remote store afterwards
 };
 
 // Reserve capacity for `size` elements; at least double the capacity each time memory is allocated.

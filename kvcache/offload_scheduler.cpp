@@ -12,11 +12,6 @@ namespace {
 
 constexpr std::string_view kNoRequest = "(no request)";
 
-Slot slot_in(const BlockLocations& places, StoreId store) {
-  if (store == StoreId::kHost) return places.host;
-  return store == StoreId::kDisk ? places.disk : places.remote;
-}
-
 }  // namespace
 
 Status OffloadSchedulerOptions::validate() const {
@@ -122,7 +117,7 @@ uint32_t OffloadScheduler::begin_request(std::string id, int32_t priority) {
   request.used = true;
   request.counted = false;
   request.planned = false;
-  request.asked = 0;
+  request.lookup = 0;
   // What is loaded for no request is named, too: its number may have been a request's.
   port_.text(TextKind::kRequestName, event_request(number), 0, request.id.empty() ? kNoRequest : request.id);
   return number;
@@ -287,8 +282,8 @@ TransferHandle OffloadScheduler::offer(const OffloadOffer& offer) {
                        .block = offer.blocks[i],
                        .priority = offer.priority,
                        .store = wanted.has(StoreId::kHost) ? StoreId::kHost : StoreId::kDisk,
-                       .on = wanted.has(StoreId::kHost) && wanted.has(StoreId::kDisk),
-                       .out = wanted.has(StoreId::kHost) && wanted.has(StoreId::kRemote)});
+                       .to_disk = wanted.has(StoreId::kHost) && wanted.has(StoreId::kDisk),
+                       .to_remote = wanted.has(StoreId::kHost) && wanted.has(StoreId::kRemote)});
   }
   const OffloadQueue::Time now = clock_.now();
   if (now - began > options_.queue.policy_timeout) {
@@ -338,10 +333,10 @@ Status OffloadScheduler::reset() {
   index_->close_segment();  // a segment has keys of one namespace
   ++space_;
   queue_.end_all(BlockOutcome::kCancelled, true);
-  for (const Question& question : std::exchange(asks_, {}))
-    queue_.count(Way::kLookup, BlockOutcome::kCancelled, question.keys.size());
+  for (const Lookup& lookup : std::exchange(lookups_, {}))
+    queue_.count(Way::kLookup, BlockOutcome::kCancelled, lookup.keys.size());
   for (Request& request : requests_) {
-    request.asked = 0;
+    request.lookup = 0;
     if (!request.used || request.stage != RequestStage::kOnboardStaged) continue;
     unpin(request, 0);
     request.stage = RequestStage::kInitialized;

@@ -131,11 +131,11 @@ class OffloadScheduler {
   // the ranks do not report the end of its load to the engine.
   uint32_t begin_request(std::string id, int32_t priority = 0);
   RequestStage stage(uint32_t request) const { return at(request).stage; }
-  // Ask the remote store, through the ranks, for the keys that no store is known to have. Return how many are asked
-  // for; 0: there is nothing to ask, the store does not answer, or too many lookups wait.
-  size_t ask(uint32_t request, std::span<const BlockKey> keys);
-  // Return whether the answer for this request is outstanding.
-  bool asking(uint32_t request) const { return at(request).asked != 0; }
+  // Look up in the remote store, through the ranks, the keys that no store is known to have. Return how many are looked
+  // up; 0: each key is in a store, the remote store does not answer, or too many lookups wait.
+  size_t begin_lookup(uint32_t request, std::span<const BlockKey> keys);
+  // Return whether a lookup for this request has not ended.
+  bool lookup_pending(uint32_t request) const { return at(request).lookup != 0; }
   // Pin the blocks behind the first `have` of `chain` that can be loaded, and return their number. Another call unpins
   // them first.
   int32_t match(uint32_t request, std::span<const BlockKey> chain, size_t have);
@@ -212,7 +212,7 @@ class OffloadScheduler {
   void on_no_room(std::function<bool()> unpin) { on_no_room_ = std::move(unpin); }
 
   // Return whether anything is queued or under way: the engine must go on stepping, with empty steps if need be.
-  bool busy() const { return queue_.anything_queued() || queue_.jobs_under_way() > 0 || !asks_.empty(); }
+  bool busy() const { return queue_.anything_queued() || queue_.jobs_under_way() > 0 || !lookups_.empty(); }
   bool under_way() const { return queue_.jobs_under_way() > 0; }
   // Return whether a copy from or to the device is queued or under way.
   bool moves_device() const { return queue_.is_open(Way::kOnboard) || queue_.is_open(Way::kOffload); }
@@ -221,7 +221,7 @@ class OffloadScheduler {
   const OffloadQueue& queue() const { return queue_; }
   int64_t quarantined() const { return quarantined_; }  // device blocks that are never used again
   // Return how many used blocks were reinserted from segments about to be evicted.
-  int64_t appended_again() const { return appended_again_; }
+  int64_t reinserted() const { return reinserted_; }
   int64_t loaded_from_remote() const { return loaded_from_remote_; }  // blocks
   OffloadTimes take_times() { return std::exchange(times_, {}); }
   const OffloadSchedulerOptions& options() const { return options_; }
@@ -243,7 +243,7 @@ class OffloadScheduler {
     bool used = false;     // the number is in use
     bool counted = false;  // its keys were added to uses_
     bool planned = false;  // its load was
-    uint64_t asked = 0;    // number of its outstanding question; 0: none
+    uint64_t lookup = 0;   // number of its pending lookup; 0: none
     bool load_cancelled = false;
     std::chrono::nanoseconds load_began{};
     std::vector<Pinned> pinned;
@@ -260,7 +260,7 @@ class OffloadScheduler {
     StoreId store = StoreId::kHost;  // target; kOnboard: source
     StoreId from = StoreId::kHost;   // source of a move
     uint32_t request = 0;            // kOnboard, kLookup
-    uint64_t question = 0;           // kLookup
+    uint64_t lookup = 0;             // kLookup
     uint64_t reported = 0;           // a bit for each rank
     std::chrono::nanoseconds planned_at{};
     std::vector<JobBlock> blocks;
@@ -273,7 +273,7 @@ class OffloadScheduler {
     int32_t priority = 0;
   };
 
-  struct Question {
+  struct Lookup {
     uint64_t number = 0;
     uint32_t request = 0;
     std::vector<BlockKey> keys;
@@ -295,25 +295,28 @@ class OffloadScheduler {
   const TransferPlan& plan(bool flush, bool of_device);
   void make_room(size_t blocks, size_t owners);
   PlannedBatch& new_batch(Way way, StoreId store);
-  void commit_loads(bool flush);
-  void commit_down(bool flush);
-  void commit_on(Way way, StoreId store, bool flush);
-  void commit_up(bool flush);
-  void commit_asks();
-  void commit_into(StoreId store);
+  void commit_onboards(bool flush);
+  void commit_offloads(bool flush);
+  template <class Locate>
+  void commit_moves(Way way, StoreId from, StoreId to, const Locate& locate);
+  void commit_moves_from_host(Way way, StoreId to, bool flush);
+  void commit_prefetches(bool flush);
+  void commit_lookups();
+  void commit_offloads_to(StoreId store);
   void reinsert_used();
-  void commit_again();
+  void commit_reinsertions();
   BlockOutcome reserve(const QueuedBlock& block, StoreId store, Slot& slot);
   void plan(PlannedBatch& batch, PlanKind kind);
   PlannedBatch* planned(uint64_t id);
   void count(PlannedBatch& batch, const JobReport& job, const TransferReport& report);
   void end(PlannedBatch& batch);
-  void end_down(PlannedBatch& batch);
-  void end_on(PlannedBatch& batch);
-  void end_up(PlannedBatch& batch);
-  void end_ask(PlannedBatch& batch);
+  void end_offload(PlannedBatch& batch);
+  void end_move(PlannedBatch& batch);
+  void end_onboard(PlannedBatch& batch);
+  void end_lookup(PlannedBatch& batch);
   void end_owners(PlannedBatch& batch);
-  void send_on(const PlannedBatch& batch, StoreId store);  // blocks that arrived in host memory
+  // Enqueue copies of the blocks that arrived in host memory and are wanted in `store` too.
+  void enqueue_copies_to(StoreId store, const PlannedBatch& batch);
   void note_stored(const QueuedBlock& block, StoreId store);
   void note_removed();
   void publish_stores();
@@ -341,17 +344,17 @@ class OffloadScheduler {
   std::array<uint64_t, kStores> refusing_{};  // a bit for each rank whose store accepts nothing
   std::vector<std::vector<StoreReport>> stores_;
   std::vector<EndedLoad> loads_;
-  int64_t within_step_ = 0;     // loads that the next plan has
-  std::vector<Question> asks_;  // not planned yet
-  uint64_t questions_ = 0;      // ever
+  int64_t within_step_ = 0;      // loads that the next plan has
+  std::vector<Lookup> lookups_;  // not planned yet
+  uint64_t lookups_begun_ = 0;   // ever
   int64_t quarantined_ = 0;
-  int64_t appended_again_ = 0;
+  int64_t reinserted_ = 0;
   int64_t loaded_from_remote_ = 0;
   CachedTokens cached_;
-  int64_t disk_room_ = 0;        // BlockIndex::disk_room() at the last look
-  std::vector<JobBlock> again_;  // to be reinserted; a step without memory leaves them
-  std::vector<Slot> kept_;       // host slots pinned by backing()
-  std::vector<HostBlock> host_;  // by host slot; empty without a disk
+  int64_t disk_room_ = 0;               // BlockIndex::disk_room() at the last look
+  std::vector<JobBlock> reinsertions_;  // not planned yet; a step without memory leaves them
+  std::vector<Slot> kept_;              // host slots pinned by backing()
+  std::vector<HostBlock> host_;         // by host slot; empty without a disk
   std::function<bool()> on_no_room_;
   BlockEvents events_;
   OffloadTimes times_;

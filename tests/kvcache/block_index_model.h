@@ -104,7 +104,7 @@ class IndexModel {
     sort();
     sort_segments();
   }
-  Slot append_again(Slot old) {
+  Slot reinsert(Slot old) {
     const Slot slot = position();
     if (slot >= 0)
       at(StoreId::kDisk, slot) = {

@@ -58,7 +58,7 @@ class RandomUse {
       case 18:
       case 19: return unpin();
       case 20: return damage(store);
-      case 21: return append_again();
+      case 21: return reinsert();
       case 22: return back(store);
       default: return rarely();
     }
@@ -191,7 +191,7 @@ class RandomUse {
     model_.damaged(store, *slot);
     ++done["damaged"];
   }
-  void append_again() {
+  void reinsert() {
     const std::vector<LeavingBlock> leaving = index_->leaving();
     for (const LeavingBlock& block : leaving) {
       ASSERT_EQ(model_.at(StoreId::kDisk, block.slot).state, Model::State::kVisible);
@@ -203,8 +203,8 @@ class RandomUse {
     index_->pin(StoreId::kDisk, *old);
     model_.pin(StoreId::kDisk, *old);
     ++pins_[{StoreId::kDisk, *old}];
-    const Result<Slot> slot = index_->append_again(*old);
-    const Slot expected = model_.append_again(*old);
+    const Result<Slot> slot = index_->reinsert(*old);
+    const Slot expected = model_.reinsert(*old);
     ASSERT_EQ(slot ? *slot : -1, expected);
     ++done[expected >= 0 ? "appended again" : "no room to append"];
   }

@@ -308,7 +308,7 @@ TEST_F(BlockIndexTest, AClosedSegmentTakesNoMore) {
   EXPECT_EQ(stored(kDisk, key(1)), 2);
 }
 
-TEST_F(BlockIndexTest, WhatIsUsedCanBeAppendedAgainBeforeItsSegmentGoes) {
+TEST_F(BlockIndexTest, UsedBlocksCanBeReinsertedBeforeTheirSegmentIsEvicted) {
   std::vector<Slot> slots;
   for (uint8_t id = 0; id < 5; ++id) slots.push_back(stored(kDisk, key(id)));
   stored(kHost, key(1));
@@ -318,11 +318,11 @@ TEST_F(BlockIndexTest, WhatIsUsedCanBeAppendedAgainBeforeItsSegmentGoes) {
   EXPECT_EQ(leaving[0].key, key(0));
   EXPECT_TRUE(leaving[0].used && !leaving[0].on_host);
   EXPECT_TRUE(!leaving[1].used && leaving[1].on_host);
-  EXPECT_FAILS(index_->append_again(slots[0]), Code::kFailedPrecondition, "pinned");
+  EXPECT_FAILS(index_->reinsert(slots[0]), Code::kFailedPrecondition, "pinned");
   index_->pin(kDisk, slots[0]);
-  const Slot again = value_of(index_->append_again(slots[0]));
+  const Slot again = value_of(index_->reinsert(slots[0]));
   EXPECT_EQ(again, 5);
-  EXPECT_FAILS(index_->append_again(slots[0]), Code::kFailedPrecondition, "once");
+  EXPECT_FAILS(index_->reinsert(slots[0]), Code::kFailedPrecondition, "once");
   EXPECT_EQ(places(key(0)).disk, slots[0]);  // until the copy is proven
   index_->commit(kDisk, again);
   EXPECT_EQ(places(key(0)).disk, again);
@@ -335,10 +335,10 @@ TEST_F(BlockIndexTest, WhatIsUsedCanBeAppendedAgainBeforeItsSegmentGoes) {
 
 TEST_F(BlockIndexTest, ACopyOnDiskThatFailsOrWhoseSourceIsDamagedLeavesWhatIsProven) {
   const Slot old = pinned(kDisk, key(0));
-  Slot again = value_of(index_->append_again(old));
+  Slot again = value_of(index_->reinsert(old));
   index_->abandon(kDisk, again, false);
   EXPECT_EQ(places(key(0)).disk, old);
-  again = value_of(index_->append_again(old));
+  again = value_of(index_->reinsert(old));
   index_->damaged(kDisk, old);
   EXPECT_FALSE(places(key(0)).anywhere());
   index_->commit(kDisk, again);

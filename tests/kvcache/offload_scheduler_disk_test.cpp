@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Blocks on disk, as the scheduler sees them: on from host memory, found after a restart, used and written again.
+// Blocks on disk, as the scheduler sees them: on from host memory, found after a restart, used and reinserted.
 #include <filesystem>
 #include <fstream>
 
@@ -56,8 +56,8 @@ TEST_P(OffloadSchedulerTest, WhoAsksForItMovesBlocksOnToDisk) {
   EXPECT_TRUE(scene.all_have(9, 11));
 }
 
-// What is nowhere but in the segment that goes next, and was loaded since it was written, is written again.
-TEST_P(OffloadSchedulerTest, WhatWasUsedOfASegmentThatGoesIsAppendedAgain) {
+// Blocks that are only in the segment that is evicted next, and were loaded since they were written, are reinserted.
+TEST_P(OffloadSchedulerTest, UsedBlocksOfASegmentThatIsEvictedAreReinserted) {
   OffloadScene& scene = this->scene({.rank = {.host_slots = 0}, .placement = {.host = false, .disk = true}});
   const auto store = [&](uint32_t key) {
     scene.compute(0, key);
@@ -68,10 +68,10 @@ TEST_P(OffloadSchedulerTest, WhatWasUsedOfASegmentThatGoesIsAppendedAgain) {
   while (scene.scheduler->index().disk_room() > 0) store(key++);  // every segment is full
   store(key++);                                                   // the oldest has gone
   EXPECT_EQ(scene.hits({1}), 0);
-  EXPECT_EQ(scene.scheduler->appended_again(), 0);  // of the next one nothing was used
+  EXPECT_EQ(scene.scheduler->reinserted(), 0);  // of the next one nothing was used
   EXPECT_EQ(scene.load({10}, {5}), 1);
   for (int i = 0; i < 12; ++i) store(key++);
-  EXPECT_EQ(scene.scheduler->appended_again(), 1);
+  EXPECT_EQ(scene.scheduler->reinserted(), 1);
   EXPECT_EQ(scene.hits({9}), 0);
   EXPECT_EQ(scene.load({10}, {6}), 1);
   EXPECT_TRUE(scene.all_have(6, 10));

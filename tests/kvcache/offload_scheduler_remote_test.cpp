@@ -20,15 +20,15 @@ class RemoteTest : public ::testing::Test {
   static uint64_t count(const OffloadScene& scene, Way way, BlockOutcome outcome) {
     return scene.scheduler->queue().counts(way)[static_cast<size_t>(outcome)];
   }
-  // What a request that arrives finds when its question was answered.
-  static int32_t ask_and_load(OffloadScene& scene, const std::vector<uint32_t>& keys,
-                              const std::vector<int32_t>& blocks) {
+  // What a request that arrives finds when its lookup has ended.
+  static int32_t look_up_and_load(OffloadScene& scene, const std::vector<uint32_t>& keys,
+                                  const std::vector<int32_t>& blocks) {
     const uint32_t request = scene.scheduler->begin_request("asks");
-    const bool asked = scene.scheduler->ask(request, scene.keys_of(keys)) > 0;
-    EXPECT_EQ(scene.scheduler->asking(request), asked);
-    EXPECT_EQ(scene.scheduler->busy(), asked);
+    const bool began = scene.scheduler->begin_lookup(request, scene.keys_of(keys)) > 0;
+    EXPECT_EQ(scene.scheduler->lookup_pending(request), began);
+    EXPECT_EQ(scene.scheduler->busy(), began);
     scene.drain();
-    EXPECT_FALSE(scene.scheduler->asking(request));
+    EXPECT_FALSE(scene.scheduler->lookup_pending(request));
     EXPECT_TRUE(scene.scheduler->finished(request));
     return scene.load(keys, blocks);
   }
@@ -52,7 +52,7 @@ TEST_F(RemoteTest, WhatOneComputedAnotherFindsOnEveryRank) {
   EXPECT_EQ(count(*one, Way::kPublish, BlockOutcome::kTransferred), 3u);
   EXPECT_EQ(shared_.blocks.size(), 6u);  // of two ranks
   EXPECT_EQ(other->hits({1, 2, 3}), 0);  // it was not asked
-  EXPECT_EQ(ask_and_load(*other, {1, 2, 3, 4}, {5, 6, 7}), 3);
+  EXPECT_EQ(look_up_and_load(*other, {1, 2, 3, 4}, {5, 6, 7}), 3);
   for (const uint32_t key : {1, 2, 3}) EXPECT_TRUE(other->all_have(4 + static_cast<int32_t>(key), 100 + key));
   EXPECT_EQ(count(*other, Way::kLookup, BlockOutcome::kTransferred), 3u);
   EXPECT_EQ(count(*other, Way::kLookup, BlockOutcome::kAbsent), 1u);
@@ -63,7 +63,7 @@ TEST_F(RemoteTest, WhatOneComputedAnotherFindsOnEveryRank) {
   EXPECT_EQ(count(*other, Way::kOffload, BlockOutcome::kTransferred), 3u);
   EXPECT_EQ(count(*other, Way::kPublish, BlockOutcome::kTransferred), 0u);
   const uint32_t request = other->scheduler->begin_request("again");
-  EXPECT_EQ(other->scheduler->ask(request, other->keys_of({1, 2, 3})), 0u);  // all are nearer
+  EXPECT_EQ(other->scheduler->begin_lookup(request, other->keys_of({1, 2, 3})), 0u);  // all are nearer
   EXPECT_TRUE(other->scheduler->finished(request));
 }
 
@@ -135,7 +135,7 @@ TEST_F(RemoteTest, WhatOneRankLacksIsFoundByNone) {
   store(*one, {1, 2});
   shared_.blocks.erase(shared_.blocks.begin());  // of rank 0
   const auto other = engine();
-  EXPECT_LT(ask_and_load(*other, {1, 2}, {5, 6}), 2);
+  EXPECT_LT(look_up_and_load(*other, {1, 2}, {5, 6}), 2);
   EXPECT_EQ(count(*other, Way::kLookup, BlockOutcome::kAbsent), 1u);
 }
 
@@ -144,7 +144,7 @@ TEST_F(RemoteTest, WhatHasGoneMeanwhileIsComputedAndNotFoundAgain) {
   store(*one, {1, 2, 3});
   const auto other = engine();
   const uint32_t request = other->scheduler->begin_request("asks");
-  EXPECT_EQ(other->scheduler->ask(request, other->keys_of({1, 2, 3})), 3u);
+  EXPECT_EQ(other->scheduler->begin_lookup(request, other->keys_of({1, 2, 3})), 3u);
   other->drain();
   EXPECT_TRUE(other->scheduler->finished(request));
   shared_.blocks.clear();  // the server needed room
@@ -157,7 +157,7 @@ TEST_F(RemoteTest, OneThatIsGoneCostsNoBlockAndIsNotAskedUntilItSaysSo) {
   const auto one = engine();
   store(*one, {1, 2});
   const auto other = engine();
-  EXPECT_EQ(ask_and_load(*other, {1, 2}, {5, 6}), 2);
+  EXPECT_EQ(look_up_and_load(*other, {1, 2}, {5, 6}), 2);
   shared_.gone = shared_.refusing = true;
   store(*other, {7});                                                       // its report says that nothing is taken
   EXPECT_EQ(count(*other, Way::kOffload, BlockOutcome::kTransferred), 1u);  // to host memory, as ever
@@ -165,22 +165,22 @@ TEST_F(RemoteTest, OneThatIsGoneCostsNoBlockAndIsNotAskedUntilItSaysSo) {
   EXPECT_EQ(count(*other, Way::kPublish, BlockOutcome::kDegraded), 1u);
   EXPECT_EQ(other->hits({1, 2}), 0);  // although they were there
   const uint32_t request = other->scheduler->begin_request("asks");
-  EXPECT_EQ(other->scheduler->ask(request, other->keys_of({3})), 0u);
+  EXPECT_EQ(other->scheduler->begin_lookup(request, other->keys_of({3})), 0u);
   EXPECT_TRUE(other->scheduler->finished(request));
   shared_.gone = shared_.refusing = false;
   store(*other, {9});
   EXPECT_EQ(other->hits({1, 2}), 2);
 }
 
-TEST_F(RemoteTest, AQuestionWithoutAnAnswerIsCountedAndTheRequestGoesOn) {
+TEST_F(RemoteTest, ALookupWithoutAnAnswerIsCountedAndTheRequestGoesOn) {
   const auto one = engine();
   store(*one, {1});
   const auto other = engine();
   shared_.gone = true;
-  EXPECT_EQ(ask_and_load(*other, {1}, {5}), 0);
+  EXPECT_EQ(look_up_and_load(*other, {1}, {5}), 0);
   EXPECT_EQ(count(*other, Way::kLookup, BlockOutcome::kFailed), 1u);
   shared_.gone = false;
-  EXPECT_EQ(ask_and_load(*other, {1}, {5}), 1);
+  EXPECT_EQ(look_up_and_load(*other, {1}, {5}), 1);
 }
 
 TEST_F(RemoteTest, AfterAResetNothingOfBeforeIsFoundAndLateAnswersAreWorthNothing) {
@@ -188,17 +188,17 @@ TEST_F(RemoteTest, AfterAResetNothingOfBeforeIsFoundAndLateAnswersAreWorthNothin
   store(*one, {1, 2});
   const auto other = engine();
   const uint32_t request = other->scheduler->begin_request("asks");
-  EXPECT_EQ(other->scheduler->ask(request, other->keys_of({1})), 1u);
+  EXPECT_EQ(other->scheduler->begin_lookup(request, other->keys_of({1})), 1u);
   other->send();
   ASSERT_SUCCEEDS(other->scheduler->reset());
-  EXPECT_FALSE(other->scheduler->asking(request));
+  EXPECT_FALSE(other->scheduler->lookup_pending(request));
   const Digest another = digest_of(std::as_bytes(std::span("another")));
   for (const auto& rank : other->ranks) rank->worker().open_space(other->scheduler->space(), another, another);
   for (size_t rank = 0; rank < other->ranks.size(); ++rank)
     EXPECT_SUCCEEDS(other->scheduler->apply(other->report_of(rank)));
   EXPECT_TRUE(other->scheduler->finished(request));
   EXPECT_EQ(other->hits({1}), 0);
-  EXPECT_EQ(ask_and_load(*other, {1, 2}, {5, 6}), 0);
+  EXPECT_EQ(look_up_and_load(*other, {1, 2}, {5, 6}), 0);
   EXPECT_SUCCEEDS(other->scheduler->check());
 }
 
@@ -206,9 +206,9 @@ TEST_F(RemoteTest, WhatIsRememberedOfItIsBounded) {
   const auto one = engine();
   store(*one, {1, 2, 3, 4, 5, 6});
   const auto other = engine(4);
-  EXPECT_EQ(ask_and_load(*other, {1, 2, 3, 4, 5, 6}, {5, 6, 7, 8, 9, 10}), 0);  // the first ones gave way
+  EXPECT_EQ(look_up_and_load(*other, {1, 2, 3, 4, 5, 6}, {5, 6, 7, 8, 9, 10}), 0);  // the first ones gave way
   EXPECT_EQ(other->scheduler->index().counts(StoreId::kRemote).visible, 4);
-  EXPECT_EQ(ask_and_load(*other, {1, 2}, {5, 6}), 2);
+  EXPECT_EQ(look_up_and_load(*other, {1, 2}, {5, 6}), 2);
 }
 
 }  // namespace

@@ -146,11 +146,11 @@ class IndexTiers {
     (void)index_->run({&key, 1}, {&found, 1});
     if (found.host < 0) stored(StoreId::kHost, index_->reserve(StoreId::kHost, &key));
     if (found.disk >= 0) return;
-    if (again_) append_used_again();
+    if (again_) reinsert_used();
     stored(StoreId::kDisk, index_->reserve(StoreId::kDisk, &key));
     (void)index_->reports().take_dropped();
   }
-  double appended_again() const { return static_cast<double>(appended_again_) / static_cast<double>(written_); }
+  double reinserted() const { return static_cast<double>(reinserted_) / static_cast<double>(written_); }
 
  private:
   void stored(StoreId store, Result<Slot> slot) {
@@ -160,7 +160,7 @@ class IndexTiers {
     index_->unpin(store, *slot);
   }
   // Of the segment that goes next, as soon as the last free one has begun, and as far as there is room.
-  void append_used_again() {
+  void reinsert_used() {
     int64_t room = index_->disk_room();
     const bool begun = room > last_room_;  // another one went since
     last_room_ = room;
@@ -168,17 +168,17 @@ class IndexTiers {
     for (const LeavingBlock& block : index_->leaving()) {
       if (!block.used || block.on_host || --room < 1) continue;
       index_->pin(StoreId::kDisk, block.slot);
-      stored(StoreId::kDisk, index_->append_again(block.slot));
+      stored(StoreId::kDisk, index_->reinsert(block.slot));
       --last_room_;
       index_->unpin(StoreId::kDisk, block.slot);
-      ++appended_again_;
+      ++reinserted_;
     }
   }
   const int32_t segment_;
   const bool again_;
   int64_t last_room_ = 0;
   uint64_t written_ = 0;
-  uint64_t appended_again_ = 0;
+  uint64_t reinserted_ = 0;
   std::unique_ptr<BlockIndex> index_;
 };
 
@@ -295,7 +295,7 @@ int main(int argc, char** argv) {
                                     {"disk", hits.rate(2)},
                                     {"all", all},
                                     {"of_optimum", all / best},
-                                    {"appended_again", tiers.appended_again()}});
+                                    {"reinserted", tiers.reinserted()}});
       }
     }
   }
