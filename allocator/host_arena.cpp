@@ -46,7 +46,7 @@ struct HostArena::Impl {
   bool prefaulting TORPOR_GUARDED_BY(mutex) = false;
   std::thread background TORPOR_GUARDED_BY(mutex);  // joined by the next one, or by the destructor
   Status background_result TORPOR_GUARDED_BY(mutex);
-  GiveUp give_up TORPOR_GUARDED_BY(mutex);
+  Reclaim reclaim TORPOR_GUARDED_BY(mutex);
   uint64_t coming TORPOR_GUARDED_BY(mutex) = 0;  // bytes that grow_slowly() prefaults, in addition
   std::atomic<bool> hurry = false;               // another call needs new memory now
 
@@ -276,19 +276,19 @@ struct HostArena::Impl {
     while (!ending && free_bytes() < bytes) {
       const uint64_t wanted = missing(bytes);
       const Status grown = grow(std::min(wanted, most_at_once));
-      if (!grown && (grown.error().code != Code::kResourceExhausted || !ask_for(wanted))) return grown;
+      if (!grown && (grown.error().code != Code::kResourceExhausted || !call_reclaim(wanted))) return grown;
     }
     return ok();
   }
 
-  // Call GiveUp; return whether it freed anything. Releases the lock meanwhile.
-  bool ask_for(uint64_t bytes) TORPOR_REQUIRES(mutex) {
-    if (!give_up) return false;
-    const GiveUp ask = give_up;
+  // Call Reclaim; return whether it freed anything. Releases the lock meanwhile.
+  bool call_reclaim(uint64_t bytes) TORPOR_REQUIRES(mutex) {
+    if (!reclaim) return false;
+    const Reclaim unlocked = reclaim;
     mutex.unlock();
-    const uint64_t given = ask(bytes);
+    const uint64_t freed = unlocked(bytes);
     mutex.lock();
-    return given > 0;
+    return freed > 0;
   }
 
   // Do the work of HostArena::trim(). Releases the lock meanwhile.
@@ -364,7 +364,7 @@ Result<HostArena::Span> HostArena::allocate(uint64_t bytes) {
     const Status grown = impl.grow(size);
     if (grown) continue;
     if (grown.error().code != Code::kResourceExhausted) return grown.error();
-    if (!impl.ask_for(size) && impl.trim(0, 0) == 0) return grown.error();
+    if (!impl.call_reclaim(size) && impl.trim(0, 0) == 0) return grown.error();
   }
   impl.lend(span, *this, range, bytes);
   return span;
@@ -388,11 +388,11 @@ Status HostArena::check_free(uint64_t bytes) const {
   return impl_->check_free(bytes);
 }
 
-Status HostArena::make_room(uint64_t bytes) {
+Status HostArena::ensure_free(uint64_t bytes) {
   const MutexLock lock(impl_->mutex);
   while (true) {
     Status checked = impl_->check_free(bytes);
-    if (checked || !impl_->ask_for(impl_->missing(bytes))) return checked;
+    if (checked || !impl_->call_reclaim(impl_->missing(bytes))) return checked;
   }
 }
 
@@ -464,7 +464,7 @@ void HostArena::prefault_in_background(uint64_t bytes) {
       impl.background = std::thread(work);
       return;
     } catch (const std::exception& error) {
-      log().warn("host memory is brought up without a thread of its own: {}", error.what());
+      log().warn("host memory is prefaulted on the calling thread: {}", error.what());
     }
   }
   work();
@@ -497,9 +497,9 @@ uint64_t HostArena::trim(uint64_t keep_bytes, uint64_t leave_free) {
   return given;
 }
 
-void HostArena::ask_when_short(GiveUp give_up) {
+void HostArena::set_reclaim(Reclaim reclaim) {
   const MutexLock lock(impl_->mutex);
-  impl_->give_up.swap(give_up);
+  impl_->reclaim.swap(reclaim);
 }
 
 void HostArena::set_budget(uint64_t bytes) {

@@ -79,17 +79,17 @@ class HostArena {
   static Result<std::unique_ptr<HostArena>> create(HostArenaOptions options = {});
   ~HostArena();
 
-  // A function that frees spans under memory pressure. It frees at least `bytes` if it can and returns the number of
-  // bytes freed. It is called without locks, by any thread that needs memory, and must not throw. Null: none.
-  using GiveUp = std::function<uint64_t(uint64_t bytes)>;
-  void ask_when_short(GiveUp give_up);
+  // A function that reclaims memory under pressure: it frees spans of at least `bytes` bytes if it can and returns the
+  // number of bytes freed. It is called without locks, by any thread that needs memory, and must not throw. Null: none.
+  using Reclaim = std::function<uint64_t(uint64_t bytes)>;
+  void set_reclaim(Reclaim reclaim);
 
-  // Return contiguous memory, aligned to 4096 bytes. kResourceExhausted: it is beyond the budget, although GiveUp freed
-  // nothing more and unused memory of other sizes was given back to the system; or the system has no memory for it
-  // (HostArenaOptions::free_memory). The error says how much is held and how much is missing.
+  // Return contiguous memory, aligned to 4096 bytes. kResourceExhausted: it is beyond the budget, although Reclaim
+  // freed nothing more and unused memory of other sizes was given back to the system; or the system has no memory for
+  // it (HostArenaOptions::free_memory). The error says how much is held and how much is missing.
   Result<Span> allocate(uint64_t bytes);
   // Return a span of memory that is already held; empty if no free range is large enough. Takes nothing from the system
-  // and does not call GiveUp.
+  // and does not call Reclaim.
   Span allocate_held(uint64_t bytes);
   // Prefault memory until at least `bytes` bytes are held and unused. kResourceExhausted, as allocate(): nothing was
   // taken.
@@ -97,8 +97,9 @@ class HostArena {
   // Return kResourceExhausted if the system has no memory for what is missing until `bytes` bytes are held and unused.
   // Takes nothing, and ignores the budget. Other processes may take the memory afterwards.
   Status check_free(uint64_t bytes) const;
-  // Do the same, but call GiveUp first as long as that helps.
-  Status make_room(uint64_t bytes);
+  // Do the same, but while the system has too little memory, call Reclaim and check again; fail when Reclaim frees
+  // nothing more.
+  Status ensure_free(uint64_t bytes);
   // Do the work of prefault(), but return when a first piece of the missing memory is there
   // (HostArenaOptions::piece_bytes). A thread brings the rest, piece by piece, while the first is used; it stops when
   // the result is destroyed. The arena must outlive the result. If a piece cannot be had, the allocation that needs it

@@ -72,7 +72,7 @@ struct RegionMemory {
 
   // Make one piece present and mapped, with access; nothing happens if it is. If this fails, a piece that was created
   // stays.
-  Status take(DeviceMemory& device, uint64_t offset, uint64_t size) {
+  Status acquire_piece(DeviceMemory& device, uint64_t offset, uint64_t size) {
     return try_catch([&]() -> Status {
       auto handle = find(offset);
       if (handle == handles.end()) {
@@ -85,7 +85,7 @@ struct RegionMemory {
   }
 
   // Release one piece that is present, with its content.
-  Status give(DeviceMemory& device, uint64_t offset) {
+  Status release_piece(DeviceMemory& device, uint64_t offset) {
     const auto handle = find(offset);
     Status done = try_catch([&] { return device.unmap(address + offset, handle->size); });
     if (!done) {

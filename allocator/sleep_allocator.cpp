@@ -256,7 +256,7 @@ Status SleepAllocator::cancel_save(std::span<const std::string> tags) {
   TORPOR_RETURN_IF_ERROR(check(tags, {RegionState::kSaving}));
   for (const auto& [address, region] : regions_) {
     if (is_of(tags, *region) && !region->whole())
-      return Error{.code = Code::kInternal, .what = "a region has given pages, and not taken them back"};
+      return Error{.code = Code::kInternal, .what = "pages of a region were released, and not acquired again"};
   }
   for (const auto& [address, region] : regions_) {
     if (is_of(tags, *region)) region->info.state = RegionState::kAttached;
@@ -268,10 +268,17 @@ Status SleepAllocator::detach(std::span<const std::string> tags) {
   const Hold hold(*this, tags);
   TORPOR_ASSIGN_OR_RETURN(const std::vector<Region*> selected,
                           select(tags, {RegionState::kAttached, RegionState::kSaving}));
-  return take_memory(selected);
+  return unmap_and_release(selected);
 }
 
-Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
+Status SleepAllocator::unmap_and_release(const std::vector<Region*>& selected) {
+  TORPOR_RETURN_IF_ERROR(unmap_all(selected));
+  return release_all(selected);
+}
+
+// Unmap all regions. If one fails, map those before it again, with the same memory and so the same content. A region
+// that cannot be mapped again becomes broken.
+Status SleepAllocator::unmap_all(const std::vector<Region*>& selected) {
   std::vector<Region*> unmapped;
   unmapped.reserve(selected.size());
   TORPOR_RETURN_IF_ERROR(device_.synchronize());
@@ -306,8 +313,12 @@ Status SleepAllocator::take_memory(const std::vector<Region*>& selected) {
     });
     return error;
   }
-  // From here on content is lost. If the device does not release a handle, its region is broken; the others are
-  // detached.
+  return ok();
+}
+
+// Release the memory of all regions, with its content. This cannot be undone. If the device does not release a handle,
+// its region becomes broken; the others are detached.
+Status SleepAllocator::release_all(const std::vector<Region*>& selected) {
   Status first;
   for (Region* const region : selected) {
     Status released = region->release(device_);
@@ -394,7 +405,7 @@ Status SleepAllocator::cancel_restore(std::span<const std::string> tags) {
   const Hold hold(*this, tags);
   TORPOR_ASSIGN_OR_RETURN(const std::vector<Region*> selected,
                           select(tags, {RegionState::kRestoring, RegionState::kAttaching}, true));
-  return take_memory(selected);
+  return unmap_and_release(selected);
 }
 
 std::optional<RegionInfo> SleepAllocator::region_at(DeviceAddress address) const {

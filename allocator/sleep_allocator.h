@@ -90,15 +90,15 @@ class SleepAllocator {
   // says how many bytes are still to come; the region stays attaching.
   Status attach_region(DeviceAddress address);
   // The next three calls move memory page by page, while other memory is still copied (engine/swap_pages.h). If pages
-  // of a saving region were given away, cancel_save() refuses the region until all are taken back; detach() does not.
+  // of a saving region were released, cancel_save() refuses the region until all are acquired again; detach() does not.
   //
   // Return the pages of all regions of `tags` that are not attached, in order.
   std::vector<DevicePage> pages_of(std::span<const std::string> tags) const;
   // Release a page of a saving region, with its content. Precondition: device work on it is proven done.
-  Status give_page(const DevicePage& page);
-  // Put a zeroed page of a saving or attaching region under its address. Nothing happens if the page is there, as in a
+  Status release_page(const DevicePage& page);
+  // Map a new zeroed page of a saving or attaching region at its address. Nothing happens if the page is there, as in a
   // region that cancel_restore() left restoring.
-  Status take_page(const DevicePage& page);
+  Status acquire_page(const DevicePage& page);
   Status finish_restore(std::span<const std::string> tags);  // restoring -> attached
   Status cancel_restore(
       std::span<const std::string> tags);  // attaching, restoring -> detached; a failure keeps the states
@@ -121,8 +121,10 @@ class SleepAllocator {
   Result<std::vector<Region*>> select(std::span<const std::string> tags, std::initializer_list<RegionState> allowed,
                                       bool coming = false) const;
   uint64_t attaching_bytes() const;  // address space of all regions that are attaching
-  // Precondition: the caller holds the tags of `selected`.
-  Status take_memory(const std::vector<Region*>& selected);
+  // Precondition of the next three: the caller holds the tags of `selected`.
+  Status unmap_and_release(const std::vector<Region*>& selected);
+  Status unmap_all(const std::vector<Region*>& selected);
+  Status release_all(const std::vector<Region*>& selected);
   // Find the region that begins at `address`, in its tag or trimmed. `tag`: the tag that the caller holds; null: any.
   Result<Region*> find(DeviceAddress address, const std::string* tag) const TORPOR_REQUIRES(mutex_);
   // Call `call(region, state)`, which returns a Status or Result, for the region that begins at `address`; hold its tag

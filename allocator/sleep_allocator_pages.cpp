@@ -46,15 +46,15 @@ Status SleepAllocator::on_page(const DevicePage& page, std::initializer_list<Reg
   return done;
 }
 
-Status SleepAllocator::give_page(const DevicePage& page) {
+Status SleepAllocator::release_page(const DevicePage& page) {
   return on_page(page, {RegionState::kSaving}, [&](Region& region) {
-    return region.find(page.offset) == region.handles.end() ? ok() : region.give(device_, page.offset);
+    return region.find(page.offset) == region.handles.end() ? ok() : region.release_piece(device_, page.offset);
   });
 }
 
-Status SleepAllocator::take_page(const DevicePage& page) {
+Status SleepAllocator::acquire_page(const DevicePage& page) {
   return on_page(page, {RegionState::kSaving, RegionState::kAttaching, RegionState::kRestoring},
-                 [&](Region& region) { return region.take(device_, page.offset, page.size_bytes); });
+                 [&](Region& region) { return region.acquire_piece(device_, page.offset, page.size_bytes); });
 }
 
 }  // namespace torpor

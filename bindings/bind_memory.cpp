@@ -98,7 +98,7 @@ void bind_memory(py::module_& module) {
       },
       py::arg("device"), py::arg("options"), py::return_value_policy::reference,
       "The RankMemory that torch's allocations on this device come from; made with these options if there is none yet, "
-      "else they apply to it, but for copy_threads and the size of deferred jobs. On a GPU it brings up no host memory "
+      "else they apply to it, but for copy_threads and the size of deferred jobs. On a GPU it prefaults no host memory "
       "before start_prefault().");
   module.def(
       "memory_saved",

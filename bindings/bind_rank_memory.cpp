@@ -113,7 +113,7 @@ void bind_rank_memory(py::module_& module) {
           py::arg("tag"), "Somebody may have changed bytes of this tag: they are read when they are wanted next.")
       .def(
           "start_prefault", [](RankMemory& self) { without_lock([&] { self.start_prefault(); }); },
-          "Begin to bring up host memory for the first sleep, which waits for this on a GPU; else it has begun.")
+          "Begin to prefault host memory for the first sleep, which waits for this on a GPU; else it has begun.")
       .def(
           "name_weights",
           [](RankMemory& self, const std::string& label, const std::vector<std::pair<uint64_t, uint64_t>>& places) {

@@ -9,11 +9,11 @@ namespace torpor {
 
 ContentIndex::ContentIndex(const DeviceMemory& device, const SleepAllocator& allocator, HostArena& arena)
     : tags_(device, allocator), arena_(arena) {
-  arena_.ask_when_short([retained = retained_](uint64_t bytes) { return retained->give_up(bytes); });
+  arena_.set_reclaim([retained = retained_](uint64_t bytes) { return retained->evict(bytes); });
 }
 
 ContentIndex::~ContentIndex() {
-  arena_.ask_when_short(nullptr);
+  arena_.set_reclaim(nullptr);
   retained_->clear();
 }
 

@@ -134,7 +134,7 @@ struct Save {
   std::vector<int32_t> host_slots{};
   std::string progress{};  // path of a ProgressFile that counts the copied bytes, and may cancel; or empty
   // Into the arena: path of a SwapChannel, or empty. With it, the memory of what is copied is released to another
-  // engine page by page. After a failure the tags are still being saved: send Undo of kGiving.
+  // engine page by page. After a failure the tags are still being saved: send Undo of kReleasedPages.
   std::string channel{};
 };
 
@@ -155,12 +155,12 @@ struct Undo {
   static constexpr std::string_view kName = "undo";
   enum class What : uint8_t {
     kSave,
-    // Take back the memory that Save with a channel released; send kSave after it. Precondition: the other engine has
-    // none of that memory any more.
-    kGiving,
+    // Acquire again the pages that Save with a channel released; send kSave after it. Precondition: the other engine
+    // has none of that memory any more.
+    kReleasedPages,
     kRestore,  // the backups stay
   };
-  static constexpr std::array<std::string_view, 3> kWhats{"undo_save", "undo_giving", "undo_restore"};
+  static constexpr std::array<std::string_view, 3> kWhats{"undo_save", "undo_released_pages", "undo_restore"};
   struct Reply {};
   What what = What::kSave;
   std::vector<std::string> tags;

@@ -76,7 +76,7 @@ Result<orders::Restore::Reply> RankRestorer::restore(const orders::Restore& orde
 Result<std::unique_ptr<RestoreGate>> RankRestorer::gate_of(const std::vector<std::string>& tags,
                                                            SwapChannel* channel) const {
   if (channel == nullptr) return std::make_unique<MappedRegions>(parts_.allocator, tags, parts_.own_threads);
-  auto pages = std::make_unique<PageTaker>(parts_.allocator, tags, *channel, static_cast<size_t>(parts_.rank));
+  auto pages = std::make_unique<PageAcquirer>(parts_.allocator, tags, *channel, static_cast<size_t>(parts_.rank));
   TORPOR_RETURN_IF_ERROR(pages->begin());
   return pages;
 }

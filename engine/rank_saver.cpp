@@ -69,7 +69,7 @@ Result<orders::Save::Reply> RankSaver::save_to_arena(const orders::Save& order, 
   const Status saved = try_catch([&]() -> Status {
     TORPOR_RETURN_IF_ERROR(begin_images(plan));
     plan.fit(0, unused);
-    TORPOR_RETURN_IF_ERROR(parts_.arena.make_room(plan.least_bytes()));  // before any tag takes some
+    TORPOR_RETURN_IF_ERROR(parts_.arena.ensure_free(plan.least_bytes()));  // before any tag takes some
     for (ArenaPlan::Tag& tag : plan.tags()) TORPOR_RETURN_IF_ERROR(spill(plan, tag));
     return copy_to_host(plan, nullptr);
   });
@@ -78,28 +78,28 @@ Result<orders::Save::Reply> RankSaver::save_to_arena(const orders::Save& order, 
   return saved.error();
 }
 
-Result<orders::Save::Reply> RankSaver::save_giving(const orders::Save& order, SwapChannel& channel) {
-  Result<ArenaPlan> prepared = prepare_giving(order);
+Result<orders::Save::Reply> RankSaver::save_for_swap(const orders::Save& order, SwapChannel& channel) {
+  Result<ArenaPlan> prepared = prepare_for_swap(order);
   if (!prepared && prepared.error().code == Code::kResourceExhausted && images_.index().retained_bytes() > 0) {
     images_.index().release_retained();
     parts_.arena.trim();
-    prepared = prepare_giving(order);
+    prepared = prepare_for_swap(order);
   }
   TORPOR_ASSIGN_OR_RETURN(ArenaPlan plan, std::move(prepared));
-  PageGiver giver(parts_.allocator, order.tags, channel, static_cast<size_t>(parts_.rank));
-  for (const ArenaPlan::Tag& tag : plan.tags()) giver.expect(tag.copied);
+  PageReleaser releaser(parts_.allocator, order.tags, channel, static_cast<size_t>(parts_.rank));
+  for (const ArenaPlan::Tag& tag : plan.tags()) releaser.expect(tag.copied);
   const Status saved = try_catch([&]() -> Status {
-    TORPOR_RETURN_IF_ERROR(giver.begin());
-    return copy_to_host(plan, &giver);
+    TORPOR_RETURN_IF_ERROR(releaser.begin());
+    return copy_to_host(plan, &releaser);
   });
-  pages_gone_ = giver.has_given();
+  pages_released_ = releaser.has_released();
   if (saved) return complete_images(plan, Memory::kGone);
   abandon_quarantined(order.tags);
   return saved.error();
 }
 
 // If memory is released while it is copied, no chunk may find the arena full later: take all host memory before.
-Result<ArenaPlan> RankSaver::prepare_giving(const orders::Save& order) {
+Result<ArenaPlan> RankSaver::prepare_for_swap(const orders::Save& order) {
   TORPOR_ASSIGN_OR_RETURN(ArenaPlan plan, ArenaPlan::of(parts_, images_, shares_, order, ArenaPlan::Take::kNow));
   const Status prepared = try_catch([&]() -> Status {
     TORPOR_RETURN_IF_ERROR(begin_images(plan));
@@ -209,17 +209,17 @@ void RankSaver::abandon_quarantined(const std::vector<std::string>& tags) noexce
   }
 }
 
-Status RankSaver::take_back(const std::vector<std::string>& tags) {
-  if (!pages_gone_) return ok();
+Status RankSaver::reacquire_pages(const std::vector<std::string>& tags) {
+  if (!pages_released_) return ok();
   TORPOR_RETURN_IF_ERROR(parts_.transfers.usable());  // else what was saved is not in the images any more
   for (const DevicePage& page : parts_.allocator.pages_of(tags))
-    TORPOR_RETURN_IF_ERROR(parts_.allocator.take_page(page));
+    TORPOR_RETURN_IF_ERROR(parts_.allocator.acquire_page(page));
   for (const std::string& tag : tags) {
     const TagImage* const image = images_.find(tag);
     if (image == nullptr || image->chunks.empty()) continue;
     TORPOR_RETURN_IF_ERROR(restore_attached(parts_.blocking_transfers, images_.chunks(), image->chunks, *image->host));
   }
-  pages_gone_ = false;
+  pages_released_ = false;
   return ok();
 }
 

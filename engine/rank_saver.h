@@ -31,13 +31,13 @@ class RankSaver {
   // RegionImages::forget_saved().
   Result<orders::Save::Reply> save(const orders::Save& order);
   // The same, into the arena, but release each page to another engine as soon as its content is saved. After an error
-  // the images are as far as they came: call take_back(), then RegionImages::forget_saved().
-  Result<orders::Save::Reply> save_giving(const orders::Save& order, SwapChannel& channel);
-  // Take back the memory that save_giving() released. Its saved bytes are copied back from the images; the rest is
-  // zeroed. (A page with bytes that were not saved was never released.) kDevice: a copy may still run, so the content
-  // is unknown. May be repeated.
-  Status take_back(const std::vector<std::string>& tags);
-  void on_detached() noexcept { pages_gone_ = false; }  // from now on nothing can be taken back
+  // the images are as far as they came: call reacquire_pages(), then RegionImages::forget_saved().
+  Result<orders::Save::Reply> save_for_swap(const orders::Save& order, SwapChannel& channel);
+  // Acquire again the memory that save_for_swap() released. Its saved bytes are copied back from the images; the rest
+  // is zeroed. (A page with bytes that were not saved was never released.) kDevice: a copy may still run, so the
+  // content is unknown. May be repeated.
+  Status reacquire_pages(const std::vector<std::string>& tags);
+  void on_detached() noexcept { pages_released_ = false; }  // from now on nothing is acquired again
   // Return the reply that save() would give. Nothing changes.
   Result<orders::Save::Reply> plan(const orders::Save& order) const;
 
@@ -48,7 +48,7 @@ class RankSaver {
 
  private:
   Result<orders::Save::Reply> save_to_arena(const orders::Save& order, uint64_t unused);
-  Result<ArenaPlan> prepare_giving(const orders::Save& order);
+  Result<ArenaPlan> prepare_for_swap(const orders::Save& order);
   Status begin_images(ArenaPlan& plan);
   Status spill(const ArenaPlan& plan, ArenaPlan::Tag& tag);
   Status copy_to_host(ArenaPlan& plan, ReleaseGate* gate);
@@ -61,7 +61,7 @@ class RankSaver {
   RegionImages& images_;
   PackedShares shares_;
   CheckpointSaver checkpoint_;
-  bool pages_gone_ = false;  // for another engine, and not taken back yet
+  bool pages_released_ = false;  // for another engine, and not acquired again yet
 };
 
 }  // namespace torpor

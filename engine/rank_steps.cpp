@@ -75,7 +75,7 @@ Result<orders::Save::Reply> RankSteps::save_all(const orders::Save& asked) {
 Result<orders::Save::Reply> RankSteps::save_tags(const orders::Save& order) {
   if (prefault_ != nullptr) prefault_->end();
   const Watched watched(parts_.blocking_transfers, order.progress);
-  if (!order.channel.empty()) return save_giving(order);
+  if (!order.channel.empty()) return save_for_swap(order);
   const bool any = !order.tags.empty();  // with no tag named the allocator would take all
   if (any) TORPOR_RETURN_IF_ERROR(parts_.allocator.begin_save(order.tags));
   Result<orders::Save::Reply> saved = try_catch([&] { return saver_.save(order); });
@@ -86,12 +86,12 @@ Result<orders::Save::Reply> RankSteps::save_tags(const orders::Save& order) {
   return saved;
 }
 
-// After an error, Undo of kGiving takes back what was released, once the other engine has none of it.
-Result<orders::Save::Reply> RankSteps::save_giving(const orders::Save& order) {
+// After an error, Undo of kReleasedPages acquires the released pages again, once the other engine has none of them.
+Result<orders::Save::Reply> RankSteps::save_for_swap(const orders::Save& order) {
   TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<SwapChannel> channel, SwapChannel::open(order.channel));
   TORPOR_RETURN_IF_ERROR(nothing_moves());
   if (!order.tags.empty()) TORPOR_RETURN_IF_ERROR(parts_.allocator.begin_save(order.tags));
-  return try_catch([&] { return saver_.save_giving(order, *channel); });
+  return try_catch([&] { return saver_.save_for_swap(order, *channel); });
 }
 
 Result<orders::Save::Reply> RankSteps::stop_and_copy(const orders::Save& order) {
@@ -115,7 +115,7 @@ Result<orders::PollSave::Reply> RankSteps::carry_out(const orders::PollSave& ord
 Result<orders::Undo::Reply> RankSteps::carry_out(const orders::Undo& order) {
   using What = orders::Undo::What;
   switch (order.what) {
-    case What::kGiving: TORPOR_RETURN_IF_ERROR(saver_.take_back(order.tags)); return orders::Undo::Reply{};
+    case What::kReleasedPages: TORPOR_RETURN_IF_ERROR(saver_.reacquire_pages(order.tags)); return orders::Undo::Reply{};
     case What::kSave:
       TORPOR_RETURN_IF_ERROR(cancel_save(order.tags));
       images_.forget_saved(order.tags);

@@ -79,7 +79,7 @@ class RankSteps {
   Status kv_is_attached() const;
   Result<orders::Save::Reply> save_all(const orders::Save& asked);
   Result<orders::Save::Reply> save_tags(const orders::Save& order);
-  Result<orders::Save::Reply> save_giving(const orders::Save& order);
+  Result<orders::Save::Reply> save_for_swap(const orders::Save& order);
   Status cancel_save(const std::vector<std::string>& tags);
   Result<orders::Save::Reply> stop_and_copy(const orders::Save& order);
   Result<orders::Restore::Reply> restore_tags(const orders::Restore& order);

@@ -106,7 +106,7 @@ RetainedBlocks::Taken RetainedBlocks::take(std::span<const int32_t> wanted, std:
   return taken;
 }
 
-uint64_t RetainedBlocks::give_up(uint64_t bytes) noexcept {
+uint64_t RetainedBlocks::evict(uint64_t bytes) noexcept {
   uint64_t given = 0;
   while (given < bytes) {
     HostArena::Span going;

@@ -4,7 +4,7 @@
 //
 // Equal hashes are not equal bytes. A block is identified by its content version (KvBlock::version); a block without
 // one by the number of steps that the engine had taken when it was copied. No bytes are read to compare. The arena
-// evicts these blocks first if it needs memory: give_up().
+// evicts these blocks first if it needs memory: evict().
 //
 // Owner: ContentIndex. Threads: any.
 #pragma once
@@ -56,7 +56,7 @@ class RetainedBlocks {
   // Move out those that find() would find, in the order of `wanted`. All other blocks are released.
   Taken take(std::span<const int32_t> wanted, std::span<const BlockContent> contents);
   // Release at least `bytes`, or all; return how many were released.
-  uint64_t give_up(uint64_t bytes) noexcept;
+  uint64_t evict(uint64_t bytes) noexcept;
   void clear() noexcept;
   uint64_t bytes() const;
 

@@ -134,7 +134,7 @@ Status SleepOperation::prepare_swap_out() {
   return ok();
 }
 
-Status SleepOperation::save_giving(const std::string& path) {
+Status SleepOperation::save_for_swap(const std::string& path) {
   save_.channel = path;
   return take_steps(kSave, kSave);
 }
@@ -366,7 +366,8 @@ Result<uint64_t> SleepOperation::save() {
 Status SleepOperation::cancel_save() {
   if (!save_.channel.empty()) {
     TORPOR_RETURN_IF_ERROR(retry_until_memory_comes(engine_.clock, memory_comes_late_, [&]() -> Status {
-      TORPOR_RETURN_IF_ERROR(engine_.ranks.undo(orders::Undo{.what = orders::Undo::What::kGiving, .tags = save_.tags}));
+      TORPOR_RETURN_IF_ERROR(
+          engine_.ranks.undo(orders::Undo{.what = orders::Undo::What::kReleasedPages, .tags = save_.tags}));
       return ok();
     }));
   }

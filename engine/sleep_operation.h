@@ -47,7 +47,7 @@ class SleepOperation {
   Status prepare_swap_out();
   // Save all content and release the memory through the SwapChannel at `path`, page by page. Call prepare_swap_out()
   // before.
-  Status save_giving(const std::string& path);
+  Status save_for_swap(const std::string& path);
 
   // Release the memory; the engine is asleep. Older checkpoints may be deleted afterwards (retire_older()).
   Status commit_sleep();

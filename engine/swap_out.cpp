@@ -34,7 +34,7 @@ Status promise(const SleepOperation& sleep, SwapChannel& channel) {
 
 // Copy, and release. It never throws, as it ends a thread.
 Status give(SleepOperation& sleep, SwapChannel& channel, const std::string& path, bool& failed_first) {
-  Status given = try_catch([&] { return sleep.save_giving(path); });  // moved from here, as a copy would allocate
+  Status given = try_catch([&] { return sleep.save_for_swap(path); });  // moved from here, as a copy would allocate
   if (given) {
     channel.end();
   } else {

@@ -47,32 +47,32 @@ class SwapPages {
 };
 
 // Releases each page of tags that are being saved when all chunks in it are copied.
-class PageGiver final : public ReleaseGate {
+class PageReleaser final : public ReleaseGate {
  public:
   // All outlive this object. Name all chunks to be copied by expect(), before begin().
-  PageGiver(SleepAllocator& allocator, std::span<const std::string> tags, SwapChannel& channel, size_t rank);
+  PageReleaser(SleepAllocator& allocator, std::span<const std::string> tags, SwapChannel& channel, size_t rank);
   void expect(std::span<const ChunkPlan> chunks);
   Status begin();                                               // releases the pages from which nothing is copied
   Status on_saved(std::span<const ChunkPlan> chunks) override;  // each chunk was expected once
   uint64_t job_bytes() const override { return pages_.most_bytes(); }
-  bool has_given() const { return has_given_; }  // a page was released, or may have been
+  bool has_released() const { return has_released_; }  // a page was released, or may have been
 
  private:
-  Status give(size_t page);
+  Status release(size_t page);
 
   SleepAllocator& allocator_;
   SwapChannel& channel_;
   const size_t rank_;
   const SwapPages pages_;
   std::vector<uint64_t> missing_;  // of each page: number of pieces that are not copied yet
-  bool has_given_ = false;
+  bool has_released_ = false;
 };
 
 // Acquires each page of attaching tags when a chunk needs it and the other engine has released enough bytes.
-class PageTaker final : public RestoreGate {
+class PageAcquirer final : public RestoreGate {
  public:
   // All but `tags` outlive this object.
-  PageTaker(SleepAllocator& allocator, const std::vector<std::string>& tags, SwapChannel& channel, size_t rank);
+  PageAcquirer(SleepAllocator& allocator, const std::vector<std::string>& tags, SwapChannel& channel, size_t rank);
   Status begin();  // publishes how many bytes it needs
   Status wait_for(const ChunkPlan& chunk) override;
   Status wait_for_all() override;
@@ -81,7 +81,7 @@ class PageTaker final : public RestoreGate {
   bool by_address() const override { return true; }
 
  private:
-  Status take(size_t page);
+  Status acquire(size_t page);
 
   SleepAllocator& allocator_;
   SwapChannel& channel_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host memory that is brought up for a GPU: beside serving, beside a capture of CUDA graphs, and in the middle of a
+// Host memory that is prefaulted for a GPU: beside serving, beside a capture of CUDA graphs, and in the middle of a
 // first sleep.
 #include <future>
 #include <thread>

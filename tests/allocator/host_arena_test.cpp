@@ -59,7 +59,7 @@ TEST(HostArena, MemoryThatTheSystemDoesNotHaveIsNotTaken) {
   expect_refused(arena->prefault_ahead(2 * kGiB));
   expect_refused(arena->allocate(2 * kGiB));
   expect_refused(arena->check_free(2 * kGiB));
-  expect_refused(arena->make_room(2 * kGiB));
+  expect_refused(arena->ensure_free(2 * kGiB));
   EXPECT_EQ(arena->info().held_bytes, 0u);
   free = 0;
   arena->prefault_in_background(1);
@@ -105,16 +105,16 @@ TEST(HostArena, MemoryThatOthersTakeMeanwhileIsNotTaken) {
   }
 }
 
-// The arena asks others to give up memory before it refuses anything.
-TEST(HostArena, WithoutFreeMemoryOthersGiveUpTheirs) {
+// The arena reclaims memory of others before it refuses anything.
+TEST(HostArena, WithoutFreeMemoryItReclaimsThatOfOthers) {
   uint64_t free = 4 * kMiB;
   const auto arena = value_of(HostArena::create({.slab_bytes = 2 * kMiB, .free_memory = [&] { return free; }}));
   HostArena::Span cached = value_of(arena->allocate(4 * kMiB));
   free = 0;
-  arena->ask_when_short([&](uint64_t) { return std::exchange(cached, {}).bytes().size(); });
+  arena->set_reclaim([&](uint64_t) { return std::exchange(cached, {}).bytes().size(); });
   EXPECT_FAILS(arena->check_free(4 * kMiB), Code::kResourceExhausted);
   EXPECT_FALSE(cached.empty());
-  EXPECT_SUCCEEDS(arena->make_room(4 * kMiB));
+  EXPECT_SUCCEEDS(arena->ensure_free(4 * kMiB));
   EXPECT_TRUE(cached.empty());
   EXPECT_SUCCEEDS(arena->allocate(4 * kMiB));
 }

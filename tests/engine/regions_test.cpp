@@ -103,7 +103,7 @@ TEST_F(Regions, WhatWasGivenToAnotherEngineWakesAndHasTheSameDigest) {
 TEST_F(Regions, WhatWasGivenIsTakenBack) {
   make();
   ASSERT_SUCCEEDS(call(orders::Save{.tags = {tag_}, .channel = room()}));
-  ASSERT_SUCCEEDS(call(orders::Undo{.what = orders::Undo::What::kGiving, .tags = {tag_}}));
+  ASSERT_SUCCEEDS(call(orders::Undo{.what = orders::Undo::What::kReleasedPages, .tags = {tag_}}));
   ASSERT_SUCCEEDS(call(orders::Undo{.what = orders::Undo::What::kSave, .tags = {tag_}}));
   EXPECT_TRUE(holds(0, 5) && holds(1, 6) && holds(2, 7));
 }

@@ -268,7 +268,7 @@ TEST_F(SwapProcessesTest, MemoryOfOneThatIsStoppedIsNotWaitedForForEver) {
     DeviceMemory& device = half.engine.device();
     std::optional<PhysicalId> others;
     half.engine.before_hook = [&](const std::string& hook) {
-      if (hook != "rank restore" && hook != "rank undo_giving") return;
+      if (hook != "rank restore" && hook != "rank undo_released_pages") return;
       if (!others) others = value_of(device.create(20 * kSwapPageBytes - device.info().physical_bytes));
       clock.advance(std::chrono::seconds{20});
     };
@@ -300,7 +300,7 @@ TEST_F(SwapProcessesTest, MemoryThatComesLateIsWaitedFor) {
     std::optional<PhysicalId> others;
     int attempts = 0;
     half.engine.before_hook = [&](const std::string& hook) {
-      if (hook != "rank undo_giving") return;
+      if (hook != "rank undo_released_pages") return;
       DeviceMemory& device = half.engine.device();
       if (!others) others = value_of(device.create(20 * kSwapPageBytes - device.info().physical_bytes));
       if (++attempts != 5) return;

@@ -56,7 +56,7 @@ void write_orders(const std::filesystem::path& directory, const torpor::RankSumm
                    .writing = {.protection = Protection::kEncrypted, .base = "/checkpoints/g-000001", .base_id = {1}}},
       {.bytes = 4000, .saved = saved, .digests = {{"weights", "00ff"}}});
   write_order(directory, orders::Undo{.what = orders::Undo::What::kSave, .tags = tags}, {});
-  write_order(directory, orders::Undo{.what = orders::Undo::What::kGiving, .tags = tags}, {});
+  write_order(directory, orders::Undo{.what = orders::Undo::What::kReleasedPages, .tags = tags}, {});
   write_order(directory, orders::Detach{.tags = tags}, {.ledger = ledger, .bytes = 4096});
   write_order(directory, orders::Restore{.tags = tags}, {.bytes = 4000, .without_content = {"weights"}});
   write_order(directory, orders::Undo{.what = orders::Undo::What::kRestore, .tags = tags}, {});

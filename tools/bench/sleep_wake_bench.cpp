@@ -104,7 +104,7 @@ struct Timing {
   void forget() { *this = {}; }
 };
 
-// Seconds to bring up `bytes` of host memory, as the arena does it and by mmap(MAP_POPULATE); and how the arena did it.
+// Seconds to prefault `bytes` of host memory, as the arena does it and by mmap(MAP_POPULATE); and how the arena did it.
 struct BroughtUp {
   double arena = 0;
   double populate = 0;
@@ -218,7 +218,7 @@ int main(int argc, char** argv) {
     ceiling_times.run(ceiling);
     returning_times.run(returning);
   }
-  // The first cycle of each, the arena brought up before.
+  // The first cycle of each, the arena prefaulted before.
   std::vector<double> armed_times, unchanged_times;
   Timing first_torpor, first_loop;
   for (int round = 0; round <= std::min(rounds, 3); ++round) {

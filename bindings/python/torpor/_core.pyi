@@ -267,7 +267,7 @@ class RankMemory:
     def set_kv_layout(self, tag: str, layout: dict) -> None:
         """From now on `tag` holds KV blocks laid out like this."""
     def start_prefault(self) -> None:
-        """Begin to bring up host memory for the first sleep, which waits for this on a GPU; else it has begun."""
+        """Begin to prefault host memory for the first sleep, which waits for this on a GPU; else it has begun."""
     def states(self) -> dict:
         """The state of each tag."""
 
@@ -537,7 +537,7 @@ def memory_mark_dirty(tags: Sequence[str]) -> None: ...
 
 def memory_of(device: int, options: dict) -> RankMemory:
     """The RankMemory that torch's allocations on this device come from; made with these options if there is none
-    yet, else they apply to it, but for copy_threads and the size of deferred jobs. On a GPU it brings up no host
+    yet, else they apply to it, but for copy_threads and the size of deferred jobs. On a GPU it prefaults no host
     memory before start_prefault().
     """
 
