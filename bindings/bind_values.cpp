@@ -335,8 +335,8 @@ Fingerprint fingerprint_from(const py::handle& object) { return cast_from<Finger
 
 namespace {
 
-SchedulerCheckpoint state_from(DictReader& in) {
-  SchedulerCheckpoint v;
+CapturedState state_from(DictReader& in) {
+  CapturedState v;
   read_fields(in.take("scheduler"), "scheduler", v.scheduler);
   read_fields(in.take("kv"), "kv", v.kv);
   for (const py::handle item : sequence_from(in.take("workers"), "workers"))
@@ -351,9 +351,9 @@ std::vector<int32_t> block_ids_from(const py::dict& state) {
   return ints_from(DictReader(kv.take("blocks"), "kv.blocks").take("ids"), "kv.blocks.ids");
 }
 
-SchedulerCheckpoint scheduler_checkpoint_from(const py::dict& dict) {
+CapturedState captured_state_from(const py::dict& dict) {
   DictReader in(dict, "state");
-  SchedulerCheckpoint v = state_from(in);
+  CapturedState v = state_from(in);
   in.finish();
   return v;
 }

@@ -19,7 +19,7 @@ namespace torpor {
 Value value_from(const pybind11::handle& object, int depth = 0);
 pybind11::object to_python(const Value& value);
 
-SchedulerCheckpoint scheduler_checkpoint_from(const pybind11::dict& dict);
+CapturedState captured_state_from(const pybind11::dict& dict);
 std::vector<int32_t> block_ids_from(const pybind11::dict& state);  // of its kv.blocks, in their order
 pybind11::dict to_python(const EngineCheckpoint& checkpoint);
 pybind11::list to_python(const std::vector<WorkerSnapshot>& workers);

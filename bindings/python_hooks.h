@@ -24,7 +24,7 @@ class PythonHooks final : public EngineHooks {
   Result<int64_t> unfinished_requests() override { return call<int64_t>("unfinished_requests"); }
   Status quiesce(std::optional<double> timeout_seconds) override { return call<void>("quiesce", timeout_seconds); }
   Status resume() override { return call<void>("resume"); }
-  Result<SchedulerCheckpoint> capture() override {
+  Result<CapturedState> capture() override {
     TORPOR_ASSIGN_OR_RETURN(const Moment moment, capture_moment());
     return moment.read();
   }
@@ -43,8 +43,8 @@ class PythonHooks final : public EngineHooks {
         read_versions(in, moment.kv);
       }
       moment.read = [this, captured, versions = moment.kv.versions, steps = moment.kv.steps] {
-        return guarded<SchedulerCheckpoint>([&] {
-          SchedulerCheckpoint state = scheduler_checkpoint_from(*captured);
+        return guarded<CapturedState>([&] {
+          CapturedState state = captured_state_from(*captured);
           state.kv.complete_free_order();
           state.kv.steps = steps;
           for (size_t i = 0; i < versions.size(); ++i) state.kv.blocks[i].version = versions[i];

@@ -9,7 +9,6 @@
 #include "base/log.h"
 #include "checkpoint/store_contents.h"
 #include "checkpoint/store_names.h"
-#include "offload/codec.h"
 
 namespace torpor {
 namespace {
@@ -61,18 +60,6 @@ struct CheckpointManager::Impl {
 CheckpointManager::CheckpointManager(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 CheckpointManager::~CheckpointManager() = default;
 
-Status CheckpointManagerOptions::validate() const {
-  const auto invalid = [](std::string what, std::string next) {
-    return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next)};
-  };
-  if (retention.keep < 1)
-    return invalid(fmt::format("{} checkpoints are to be kept", retention.keep), "keep at least 1");
-  if (retention.max_age_seconds && !(*retention.max_age_seconds >= 0))
-    return invalid("the age of checkpoints to keep is negative", "use 0 or more seconds");
-  if (encrypt && key == nullptr) return invalid("checkpoints are to be encrypted, but there is no key", "set key_file");
-  return compression.validate();
-}
-
 Result<std::unique_ptr<CheckpointManager>> CheckpointManager::open(FileSystem& file_system, std::string directory,
                                                                    CheckpointManagerOptions options) {
   if (directory.empty())
@@ -91,26 +78,6 @@ Result<PendingCheckpoint> CheckpointManager::begin(uint64_t expected_bytes) {
     return PendingCheckpoint::begin(impl_->file_system, std::move(locked.store), std::move(locked.lock), impl_->options,
                                     expected_bytes);
   });
-}
-
-RankWriting writing_of(const Directory& store, const std::vector<uint64_t>& generations,
-                       const CheckpointManagerOptions& options) {
-  RankWriting writing{.compression = options.compression};
-  if (options.key != nullptr)
-    writing.protection = options.encrypt ? Protection::kEncrypted : Protection::kAuthenticated;
-  if (!options.incremental || generations.empty()) return writing;
-  const std::string newest = generation_name(generations.back());
-  const Result<OpenedManifest> base = [&]() -> Result<OpenedManifest> {
-    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> directory, store.open_directory(newest));
-    return read_manifest(*directory, options.key.get());
-  }();
-  if (!base) {
-    log().warn("not incremental this time: {}", base.error());
-  } else if (base->manifest.protection == writing.protection) {
-    writing.base = fmt::format("{}/{}", store.path(), newest);
-    writing.base_id = base->manifest.id;
-  }
-  return writing;
 }
 
 RankWriting CheckpointManager::next_writing() const {

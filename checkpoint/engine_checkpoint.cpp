@@ -15,8 +15,9 @@ Error contradiction(std::string what) {
   return Error{.code = Code::kCorruption, .what = std::move(what), .next_step = "use another checkpoint"};
 }
 
-// Fields on which computed tokens and KV do not depend.
-constexpr std::array<std::string_view, 17> kOfOneEngine = {
+// Fields that may differ when an engine takes over only requests. They decide how an engine computes and schedules;
+// some change how it rounds. But its KV has the same meaning and layout, so another engine can go on with it.
+constexpr std::array<std::string_view, 17> kMayDifferForRequests = {
     "chunked_prefill",
     "compilation",
     "cpu_capability",
@@ -77,11 +78,11 @@ Status compare_portable(const Fingerprint& checkpoint, const Fingerprint& engine
   const bool same_reader = of_transformers(checkpoint) == of_transformers(engine);
   return compare(checkpoint, engine, [&](const std::string& field) {
     if (field == "model_config" && !same_reader) return true;
-    return std::find(kOfOneEngine.begin(), kOfOneEngine.end(), field) != kOfOneEngine.end();
+    return std::find(kMayDifferForRequests.begin(), kMayDifferForRequests.end(), field) != kMayDifferForRequests.end();
   });
 }
 
-Status SchedulerCheckpoint::validate() const {
+Status CapturedState::validate() const {
   TORPOR_RETURN_IF_ERROR(scheduler.validate());
   TORPOR_RETURN_IF_ERROR(kv.validate());
   std::unordered_map<std::string_view, const RequestState*> known;  // finished ones have no state any more

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// EngineCheckpoint and SchedulerCheckpoint: the whole state of a sleeping engine except the bytes of its memory. Values
-// only. checkpoint/state_sections.h turns them into the sections of a checkpoint.
+// CapturedState: what EngineHooks::capture() returns: the state of scheduler, KV bookkeeping and workers, as values,
+// without the bytes of memory. EngineCheckpoint: this state with what a checkpoint needs beside it.
+// checkpoint/state_sections.h turns it into the sections of a checkpoint.
 #pragma once
 
 #include <string>
@@ -22,14 +23,15 @@ inline constexpr std::string_view kNumBlocksField = "kv_num_blocks";
 Status compare_fingerprints(const Fingerprint& checkpoint, const Fingerprint& engine);
 
 // Compare the fields that matter to an engine that takes over only requests, with their tokens and KV. Fields that
-// decide how an engine computes and schedules may differ, such as its release and its sizes. Errors: as above.
+// decide how an engine computes and schedules may differ, such as its release and its sizes: it can go on with the
+// tokens and the KV, although it would have computed them with other rounding. Errors: as above.
 Status compare_portable(const Fingerprint& checkpoint, const Fingerprint& engine);
 
-struct SchedulerCheckpoint {
+struct CapturedState {
   SchedulerSnapshot scheduler;
   KvSnapshot kv;
   std::vector<WorkerSnapshot> workers;  // by rank
-  friend bool operator==(const SchedulerCheckpoint&, const SchedulerCheckpoint&) = default;
+  friend bool operator==(const CapturedState&, const CapturedState&) = default;
 
   // Check each part, and the parts against each other: tables name known requests, computed tokens lie within a
   // request's blocks, rows name known or finished requests. kCorruption: the first contradiction.
@@ -46,7 +48,7 @@ struct Section {
 
 struct EngineCheckpoint {
   Fingerprint fingerprint;
-  SchedulerCheckpoint state;
+  CapturedState state;
   Value outputs;                 // the front end's part: the output of each request that was already delivered
   Metadata metadata;             // attached by a user
   std::vector<Section> carried;  // optional sections of a newer writer, unchanged

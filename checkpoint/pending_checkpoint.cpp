@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "checkpoint/pending_checkpoint.h"
+
 #include <algorithm>
 
 #include <fmt/core.h>
 
 #include "base/log.h"
 #include "base/units.h"
-#include "checkpoint/checkpoint_manager.h"
 #include "checkpoint/manifest_codec.h"
 #include "checkpoint/refs_codec.h"
 #include "checkpoint/state_sections.h"
@@ -20,6 +21,38 @@ constexpr uint64_t kSpareBytes = 4 * kMiB;  // for directories, the manifest, an
 
 }  // namespace
 
+Status CheckpointManagerOptions::validate() const {
+  const auto invalid = [](std::string what, std::string next) {
+    return Error{.code = Code::kInvalidArgument, .what = std::move(what), .next_step = std::move(next)};
+  };
+  if (retention.keep < 1)
+    return invalid(fmt::format("{} checkpoints are to be kept", retention.keep), "keep at least 1");
+  if (retention.max_age_seconds && !(*retention.max_age_seconds >= 0))
+    return invalid("the age of checkpoints to keep is negative", "use 0 or more seconds");
+  if (encrypt && key == nullptr) return invalid("checkpoints are to be encrypted, but there is no key", "set key_file");
+  return compression.validate();
+}
+
+RankWriting writing_of(const Directory& store, const std::vector<uint64_t>& generations,
+                       const CheckpointManagerOptions& options) {
+  RankWriting writing{.compression = options.compression};
+  if (options.key != nullptr)
+    writing.protection = options.encrypt ? Protection::kEncrypted : Protection::kAuthenticated;
+  if (!options.incremental || generations.empty()) return writing;
+  const std::string newest = generation_name(generations.back());
+  const Result<OpenedManifest> base = [&]() -> Result<OpenedManifest> {
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> directory, store.open_directory(newest));
+    return read_manifest(*directory, options.key.get());
+  }();
+  if (!base) {
+    log().warn("not incremental this time: {}", base.error());
+  } else if (base->manifest.protection == writing.protection) {
+    writing.base = fmt::format("{}/{}", store.path(), newest);
+    writing.base_id = base->manifest.id;
+  }
+  return writing;
+}
+
 struct PendingCheckpoint::Impl {
   FileSystem& file_system;
   std::unique_ptr<Directory> store;
@@ -31,7 +64,7 @@ struct PendingCheckpoint::Impl {
   std::unique_ptr<Seal> seal;  // null: none
   Manifest manifest;
   std::optional<Digest> owner;  // none: owner_of() the fingerprint
-  bool visible = false;         // true once the rename was begun, even if it failed
+  bool rename_begun = false;    // and not withdrawn; true even if the rename failed
   bool committed = false;
 
   ~Impl() {
@@ -48,7 +81,7 @@ struct PendingCheckpoint::Impl {
   }
 
   Status write(std::vector<Section>& sections);
-  Status see(size_t rank, const std::string& name, const std::string& host) const;
+  Status check_seen(size_t rank, const std::string& name, const std::string& host) const;
   Status check_written(int32_t rank, const std::string& name, uint64_t bytes) const;
   Result<std::string> commit();
 };
@@ -148,23 +181,23 @@ Status PendingCheckpoint::check_test_files(const std::vector<std::string>& hosts
   return try_catch([&]() -> Status {
     for (size_t rank = 0; rank < hosts.size(); ++rank) {
       const std::string test_file = test_file_name(static_cast<int32_t>(rank));
-      TORPOR_RETURN_IF_ERROR(impl_->see(rank, test_file, hosts[rank]));
+      TORPOR_RETURN_IF_ERROR(impl_->check_seen(rank, test_file, hosts[rank]));
       TORPOR_RETURN_IF_ERROR(impl_->staging->remove_file(test_file));
     }
     return ok();
   });
 }
 
-Status PendingCheckpoint::see_chunks(size_t ranks) const {
+Status PendingCheckpoint::check_chunk_files(size_t ranks) const {
   return try_catch([&]() -> Status {
     for (size_t rank = 0; rank < ranks; ++rank)
-      TORPOR_RETURN_IF_ERROR(impl_->see(rank, chunk_file_name(static_cast<int32_t>(rank)), {}));
+      TORPOR_RETURN_IF_ERROR(impl_->check_seen(rank, chunk_file_name(static_cast<int32_t>(rank)), {}));
     return ok();
   });
 }
 
-// `host`: of the rank; empty: unknown.
-Status PendingCheckpoint::Impl::see(size_t rank, const std::string& name, const std::string& host) const {
+// Check that this process sees the file that the rank wrote. `host`: of the rank; empty: unknown.
+Status PendingCheckpoint::Impl::check_seen(size_t rank, const std::string& name, const std::string& host) const {
   const Result<std::unique_ptr<File>> file = staging->open_file(name);
   if (file) return ok();
   if (file.error().code != Code::kNotFound) return file.error();
@@ -208,12 +241,12 @@ Result<std::unique_ptr<File>> PendingCheckpoint::hold_asleep() {
 }
 
 Status PendingCheckpoint::withdraw() {
-  if (!impl_->visible) return ok();
+  if (!impl_->rename_begun) return ok();
   return try_catch([this]() -> Status {
     const Result<std::string> hidden = hide_generation(*impl_->store, impl_->manifest.generation);
     if (!hidden && hidden.error().code != Code::kNotFound) return hidden.error();
     if (!hidden) TORPOR_RETURN_IF_ERROR(impl_->store->sync());  // it is already hidden; make that durable
-    impl_->visible = false;
+    impl_->rename_begun = false;
     // If this fails, the next writer removes it.
     if (hidden) (void)try_catch([&] { return impl_->store->remove_tree(*hidden); });
     return ok();
@@ -245,7 +278,7 @@ Result<std::string> PendingCheckpoint::Impl::commit() {
   TORPOR_RETURN_IF_ERROR(file->pwrite(std::as_bytes(std::span(bytes)), 0));
   TORPOR_RETURN_IF_ERROR(file->sync());
   TORPOR_RETURN_IF_ERROR(staging->sync());
-  visible = true;
+  rename_begun = true;
   TORPOR_RETURN_IF_ERROR(store->rename_new(staging_name, name));
   committed = true;
   if (Status synced = store->sync(); !synced) {

@@ -21,11 +21,12 @@ constexpr uint64_t kMostHeld = 2;
 constexpr size_t kMostLinks = 64;
 
 // Log why a file was not linked; once per process if the file system has no links.
-void say_why_not_linked(const Error& error) {
-  static std::atomic<bool> said = false;
+void log_link_failure(const Error& error) {
+  static std::atomic<bool> logged = false;
   const bool refused =
       error.native == EPERM || error.native == EXDEV || error.native == EMLINK || error.native == EOPNOTSUPP;
-  if (!refused || !said.exchange(true)) log().warn("written again, for want of a link: {}", error);
+  if (!refused || !logged.exchange(true))
+    log().warn("a file of the base checkpoint cannot be linked, so its chunks are written again: {}", error);
 }
 
 struct FileUse {
@@ -88,7 +89,7 @@ Status write_test_file(FileSystem& file_system, const std::string& staging, int3
 }
 
 struct RankWriter::Base {
-  std::unique_ptr<RankBase> has;
+  std::unique_ptr<RankBase> records;
   std::vector<bool> linked;  // by file of the base
   std::vector<bool> used;    // by file of the base: its records may be taken over
 };
@@ -121,7 +122,7 @@ Result<std::unique_ptr<RankWriter>> RankWriter::create(FileSystem& file_system, 
   }
   const size_t files = (*base)->refs().files.size();
   writer->base_.reset(
-      new Base{.has = std::move(*base), .linked = std::vector<bool>(files), .used = std::vector<bool>(files)});
+      new Base{.records = std::move(*base), .linked = std::vector<bool>(files), .used = std::vector<bool>(files)});
   writer->link_base(file_system);
   return writer;
 }
@@ -141,16 +142,16 @@ void RankWriter::link_base(FileSystem& file_system) {
                  .what = fmt::format("{}/{} has {} bytes, {} were written", writing_.base, file.name, size, file.bytes),
                  .next_step = "see torpor verify"};
   };
-  for (size_t i = 0; i < base_->has->refs().files.size(); ++i) {
-    const Status linked = link(base_->has->refs().files[i]);
+  for (size_t i = 0; i < base_->records->refs().files.size(); ++i) {
+    const Status linked = link(base_->records->refs().files[i]);
     base_->linked[i] = base_->used[i] = linked.has_value();
-    if (!linked) say_why_not_linked(linked.error());
+    if (!linked) log_link_failure(linked.error());
   }
 }
 
 const SavedChunk* RankWriter::base_record(const ChunkKey& key) const {
   if (base_ == nullptr) return nullptr;
-  const SavedChunk* const known = base_->has->find(key);
+  const SavedChunk* const known = base_->records->find(key);
   return known == nullptr || !base_->used[known->file] ? nullptr : known;
 }
 
@@ -194,7 +195,7 @@ void RankWriter::put(std::span<RecordPart> parts) {
 std::vector<size_t> RankWriter::sparse(const std::vector<SavedChunk>& records) {
   std::vector<size_t> found;
   if (base_ == nullptr) return found;
-  std::vector<FileUse> uses = uses_of(records, base_->has->refs().files);
+  std::vector<FileUse> uses = uses_of(records, base_->records->refs().files);
   for (std::optional<size_t> file = sparsest(uses); file; file = sparsest(uses)) {
     for (size_t i = 0; i < records.size(); ++i) {
       if (records[i].file == *file + 1) found.push_back(i);
@@ -207,10 +208,10 @@ std::vector<size_t> RankWriter::sparse(const std::vector<SavedChunk>& records) {
 
 Status RankWriter::drop_unused_links(const std::vector<SavedChunk>& records) {
   if (base_ == nullptr) return ok();
-  const std::vector<FileUse> uses = uses_of(records, base_->has->refs().files);
+  const std::vector<FileUse> uses = uses_of(records, base_->records->refs().files);
   for (size_t i = 0; i < uses.size(); ++i) {
     if (base_->linked[i] && uses[i].held == 0)
-      TORPOR_RETURN_IF_ERROR(staging_->remove_file(linked_file_name(rank_, base_->has->refs().files[i].id)));
+      TORPOR_RETURN_IF_ERROR(staging_->remove_file(linked_file_name(rank_, base_->records->refs().files[i].id)));
   }
   return ok();
 }
@@ -219,13 +220,13 @@ Status RankWriter::drop_unused_links(const std::vector<SavedChunk>& records) {
 RankRefs RankWriter::refs_of(std::vector<SavedChunk>& records) const {
   RankRefs refs{.rank = rank_,
                 .files = {{.name = chunk_file_name(rank_), .id = writing_.id, .bytes = own_->file_bytes()}}};
-  std::vector<uint32_t> place(base_ == nullptr ? 1 : base_->has->refs().files.size() + 1, 0);
+  std::vector<uint32_t> place(base_ == nullptr ? 1 : base_->records->refs().files.size() + 1, 0);
   for (SavedChunk& record : records) {
     if (record.file == 0) continue;
     uint32_t& now = place[record.file];
     if (now == 0) {
       now = static_cast<uint32_t>(refs.files.size());
-      const LinkedFile& file = base_->has->refs().files[record.file - 1];
+      const LinkedFile& file = base_->records->refs().files[record.file - 1];
       refs.files.push_back({.name = linked_file_name(rank_, file.id), .id = file.id, .bytes = file.bytes});
     }
     record.file = now;

@@ -64,7 +64,7 @@ Result<RankSummary> copy_rank(const Checkpoint& checkpoint, const RankSummary& r
 
 }  // namespace
 
-void drop_request(SchedulerCheckpoint& state, const std::string& id) {
+void drop_request(CapturedState& state, const std::string& id) {
   SchedulerSnapshot& scheduler = state.scheduler;
   std::erase_if(scheduler.requests, [&](const RequestState& request) { return request.id == id; });
   for (auto* queue : {&scheduler.running, &scheduler.waiting, &scheduler.held}) std::erase(*queue, id);

@@ -30,7 +30,7 @@ struct RepairPlan {
 // Decide what to drop; changes nothing. kCorruption: the checkpoint cannot be repaired.
 Result<RepairPlan> plan_repair(const Checkpoint& checkpoint, const Verification& found);
 // Remove a request from all values that name it; its blocks become free.
-void drop_request(SchedulerCheckpoint& state, const std::string& id);
+void drop_request(CapturedState& state, const std::string& id);
 
 // Write what `plan` keeps of `checkpoint` as a new generation of `target`. Return its path. The damaged checkpoint is
 // not removed, because it may still be needed.

@@ -67,7 +67,7 @@ Result<bool> BackgroundCheckpoint::step(bool wait) {
     case At::kOpeningRanks: {
       TORPOR_ASSIGN_OR_RETURN(const bool opened, ranks_have_ended(wait));
       if (!opened) return false;
-      TORPOR_RETURN_IF_ERROR(pending_->see_chunks(ranks_.size()));
+      TORPOR_RETURN_IF_ERROR(pending_->check_chunk_files(ranks_.size()));
       events_->leave();
       enter("save");
       TORPOR_RETURN_IF_ERROR(precopy());
@@ -167,7 +167,7 @@ Status BackgroundCheckpoint::precopy() {
   const Status asked = try_catch([&]() -> Status {
     TORPOR_RETURN_IF_ERROR(engine_.hooks.quiesce(std::nullopt));
     if (budget) {
-      TORPOR_ASSIGN_OR_RETURN(const SchedulerCheckpoint state, engine_.hooks.capture());
+      TORPOR_ASSIGN_OR_RETURN(const CapturedState state, engine_.hooks.capture());
       TORPOR_RETURN_IF_ERROR(state.validate());
       name_blocks(save_, state, select_live_blocks(state.kv, block_bytes(described_).most, budget).kept);
     } else {

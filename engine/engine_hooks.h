@@ -41,7 +41,7 @@ struct Moment {
   KvContents kv;  // of all blocks in the state
   // Returns all that capture() would have returned at that moment. Call it once; on any thread, also while the engine
   // runs.
-  std::function<Result<SchedulerCheckpoint>()> read;
+  std::function<Result<CapturedState>()> read;
 };
 
 // How blocks ended that the engine holds back.
@@ -75,17 +75,17 @@ class EngineHooks {
   virtual Status resume() = 0;
 
   // Return all state except memory, as values. `fingerprint` is without the weights; the controller adds them.
-  virtual Result<SchedulerCheckpoint> capture() = 0;
+  virtual Result<CapturedState> capture() = 0;
   // The same for an engine that is to go on at once: slow work is left to Moment::read.
   virtual Result<Moment> capture_moment() {
-    TORPOR_ASSIGN_OR_RETURN(SchedulerCheckpoint captured, capture());
+    TORPOR_ASSIGN_OR_RETURN(CapturedState captured, capture());
     Moment moment{.kv = {.steps = captured.kv.steps}};
     for (const KvBlock& block : captured.kv.blocks) {
       moment.kv.blocks.push_back(block.id);
       moment.kv.versions.push_back(block.version);
     }
-    const auto state = std::make_shared<SchedulerCheckpoint>(std::move(captured));
-    moment.read = [state]() -> Result<SchedulerCheckpoint> { return std::move(*state); };
+    const auto state = std::make_shared<CapturedState>(std::move(captured));
+    moment.read = [state]() -> Result<CapturedState> { return std::move(*state); };
     return moment;
   }
   // Return all that must be equal for tokens to be equal, without the weights.

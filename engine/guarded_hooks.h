@@ -23,7 +23,7 @@ class GuardedHooks final : public EngineHooks {
   Status resume() override {
     return guard("resume", [&] { return hooks_.resume(); });
   }
-  Result<SchedulerCheckpoint> capture() override {
+  Result<CapturedState> capture() override {
     return guard("capture", [&] { return hooks_.capture(); });
   }
   Result<Moment> capture_moment() override {

@@ -85,7 +85,7 @@ Status has_kv(const std::vector<std::string>& tags, const Described& described) 
                .next_step = "add \"kv_cache\" to tags"};
 }
 
-std::vector<std::string> requests_by_need(const SchedulerCheckpoint& state) {
+std::vector<std::string> requests_by_need(const CapturedState& state) {
   std::vector<std::string> requests;
   if (!state.workers.empty()) requests = state.workers.front().rows;
   for (const auto* queue : {&state.scheduler.running, &state.scheduler.held, &state.scheduler.waiting})
@@ -93,20 +93,20 @@ std::vector<std::string> requests_by_need(const SchedulerCheckpoint& state) {
   return requests;
 }
 
-std::vector<int32_t> blocks_by_need(const SchedulerCheckpoint& state) {
+std::vector<int32_t> blocks_by_need(const CapturedState& state) {
   std::vector<int32_t> all;
   for (const KvBlock& block : state.kv.blocks) all.push_back(block.id);
   return by_need(state.kv, requests_by_need(state), all);
 }
 
-std::vector<int32_t> deferred_blocks_of(const SchedulerCheckpoint& state, const std::vector<int32_t>& blocks,
+std::vector<int32_t> deferred_blocks_of(const CapturedState& state, const std::vector<int32_t>& blocks,
                                         HoldsBack held) {
   if (held == HoldsBack::kNothing) return {};
   if (held == HoldsBack::kCached) return cached_blocks(state.kv, blocks);
   return deferred_blocks(state.kv, requests_by_need(state), blocks, blocks.size() / kShareOfFirst);
 }
 
-void name_blocks(orders::Save& save, const SchedulerCheckpoint& state, const std::vector<int32_t>& kept) {
+void name_blocks(orders::Save& save, const CapturedState& state, const std::vector<int32_t>& kept) {
   save.blocks = by_need(state.kv, requests_by_need(state), kept);
   save.versions = versions_of(state.kv, save.blocks);
   save.steps = state.kv.steps;

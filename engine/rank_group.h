@@ -77,16 +77,15 @@ void add_weights(Fingerprint& fields, const std::vector<Reply>& replies) {
 }
 
 // Return the ids of all requests, in the order in which a woken engine runs them.
-std::vector<std::string> requests_by_need(const SchedulerCheckpoint& state);
+std::vector<std::string> requests_by_need(const CapturedState& state);
 // Return all blocks of a state, the most needed first.
-std::vector<int32_t> blocks_by_need(const SchedulerCheckpoint& state);
+std::vector<int32_t> blocks_by_need(const CapturedState& state);
 // Return those of `blocks`, which are by need, that may come back while the engine already runs, if it holds back
 // `held`.
-std::vector<int32_t> deferred_blocks_of(const SchedulerCheckpoint& state, const std::vector<int32_t>& blocks,
-                                        HoldsBack held);
+std::vector<int32_t> deferred_blocks_of(const CapturedState& state, const std::vector<int32_t>& blocks, HoldsBack held);
 // Write into `save` which blocks of this state are saved, the most needed first, with the values that identify their
 // contents.
-void name_blocks(orders::Save& save, const SchedulerCheckpoint& state, const std::vector<int32_t>& kept);
+void name_blocks(orders::Save& save, const CapturedState& state, const std::vector<int32_t>& kept);
 
 using Described = std::vector<orders::Describe::Reply>;  // by rank
 // Return whether any rank has the tag.

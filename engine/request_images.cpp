@@ -113,9 +113,9 @@ Result<const RequestImages::Image*> RequestImages::verify(const std::string& id)
   return image;
 }
 
-Result<SchedulerCheckpoint> RequestImages::state_of(const std::string& id, size_t ranks) const {
+Result<CapturedState> RequestImages::state_of(const std::string& id, size_t ranks) const {
   TORPOR_ASSIGN_OR_RETURN(const Image* const image, get(id));
-  SchedulerCheckpoint state;
+  CapturedState state;
   state.scheduler.policy = "fcfs";
   std::vector<int32_t> references(static_cast<size_t>(image->count), 0);
   KvGroup group{.block_size = image->block_tokens, .tables = {}};

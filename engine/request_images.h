@@ -75,7 +75,7 @@ class RequestImages {
   Result<const Image*> get(const std::string& id) const;
   // Return the state of an engine that has exactly the requests of the image, with chunk positions as block numbers.
   // `ranks`: the number of ranks that the state has. kNotFound: there is no such image.
-  Result<SchedulerCheckpoint> state_of(const std::string& id, size_t ranks) const;
+  Result<CapturedState> state_of(const std::string& id, size_t ranks) const;
   // Free the host memory of an image that is on disk. A rank that fails to free it does so at return_to_memory().
   // kNotFound: there is no such image. `saved`: whether it was saved with the present state_of(), or earlier.
   enum class Saved : uint8_t { kNow, kBefore };

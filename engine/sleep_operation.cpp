@@ -17,7 +17,7 @@ constexpr std::chrono::seconds kMemoryComes{30};
 constexpr std::chrono::milliseconds kLookAgain{50};
 
 // Return the state of the same engine without its requests.
-SchedulerCheckpoint without_requests(SchedulerCheckpoint state) {
+CapturedState without_requests(CapturedState state) {
   SchedulerSnapshot empty;
   empty.policy = state.scheduler.policy;
   state.scheduler = std::move(empty);

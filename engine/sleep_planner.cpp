@@ -66,7 +66,7 @@ Result<SleepPlan> plan_of_sleep(const OperationContext& context, const SleepOpti
   }
   orders::Save planned{.stage = orders::Save::Stage::kPlan};
   if (options.preserve_state && has_tag(tags, kKvCacheTag)) {
-    TORPOR_ASSIGN_OR_RETURN(const SchedulerCheckpoint state, engine.hooks.capture());
+    TORPOR_ASSIGN_OR_RETURN(const CapturedState state, engine.hooks.capture());
     const LiveBlocks live = select_live_blocks(state.kv, block_bytes(described).most, engine.options.kv_budget_bytes);
     plan.kept_blocks = static_cast<int64_t>(live.kept.size());
     plan.dropped_blocks = static_cast<int64_t>(live.dropped.size());

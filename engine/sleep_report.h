@@ -82,7 +82,7 @@ struct WakeOptions {
   // Changes the values of the checkpoint to what has happened since, before the engine gets them. `woken_before`: an
   // engine has gone on from this checkpoint. With this function `from_checkpoint` may be empty; the values are then
   // those of the empty engine. A server passes catch_up_with() with its answers (engine/delivery/roll_forward.h).
-  std::function<Status(SchedulerCheckpoint& state, bool woken_before)> catch_up{};
+  std::function<Status(CapturedState& state, bool woken_before)> catch_up{};
   std::string progress{};      // as in SleepOptions
   std::string swap_in_from{};  // counterpart of SleepOptions::swap_out_to. Set no other option, and wake all tags
 };

@@ -428,7 +428,7 @@ Status WakeOperation::open(std::optional<Checkpoint>& checkpoint, EngineCheckpoi
   return ok();
 }
 
-Status WakeOperation::catch_up(const Checkpoint& checkpoint, SchedulerCheckpoint& state) {
+Status WakeOperation::catch_up(const Checkpoint& checkpoint, CapturedState& state) {
   TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> directory,
                           engine_.file_system.open_directory(checkpoint.path(), false));
   const Result<std::unique_ptr<File>> mark = directory->open_file(kWokenFile);

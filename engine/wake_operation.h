@@ -60,7 +60,7 @@ class WakeOperation {
   Result<SleepReport> wake_from_checkpoint();
   Status restore_checkpoint();
   Status open(std::optional<Checkpoint>& checkpoint, EngineCheckpoint& state);
-  Status catch_up(const Checkpoint& checkpoint, SchedulerCheckpoint& state);
+  Status catch_up(const Checkpoint& checkpoint, CapturedState& state);
   void send_contents(const Checkpoint& checkpoint) noexcept;
 
   bool kv_is_said() const { return options_.old_kv != OldKv::kUnsaid; }

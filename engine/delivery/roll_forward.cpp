@@ -34,7 +34,7 @@ bool begins_with(const std::vector<int32_t>& tokens, const std::vector<int32_t>&
 
 }  // namespace
 
-Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const Answer> answers, bool forgotten,
+Result<RolledForward> roll_forward(CapturedState& state, std::span<const Answer> answers, bool forgotten,
                                    bool may_extend) {
   return try_catch([&]() -> Result<RolledForward> {
     RolledForward rolled;
@@ -77,10 +77,9 @@ Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const A
   });
 }
 
-std::function<Status(SchedulerCheckpoint& state, bool woken_before)> catch_up_with(std::vector<Answer> answers,
-                                                                                   RolledForward& rolled,
-                                                                                   bool may_extend) {
-  return [answers = std::move(answers), &rolled, may_extend](SchedulerCheckpoint& state, bool woken_before) -> Status {
+std::function<Status(CapturedState& state, bool woken_before)> catch_up_with(std::vector<Answer> answers,
+                                                                             RolledForward& rolled, bool may_extend) {
+  return [answers = std::move(answers), &rolled, may_extend](CapturedState& state, bool woken_before) -> Status {
     TORPOR_ASSIGN_OR_RETURN(rolled, roll_forward(state, answers, woken_before, may_extend));
     return ok();
   };

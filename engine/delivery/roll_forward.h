@@ -30,13 +30,13 @@ struct RolledForward {
 // unless `forgotten`: an engine has gone on from this state before, so the answer has ended and was forgotten. The
 // result is valid().
 // `may_extend`: whether the engine computes what was appended on top of what a request had.
-Result<RolledForward> roll_forward(SchedulerCheckpoint& state, std::span<const Answer> answers, bool forgotten,
+Result<RolledForward> roll_forward(CapturedState& state, std::span<const Answer> answers, bool forgotten,
                                    bool may_extend = true);
 
 // Return a function that does that in a wake (WakeOptions::catch_up, engine/sleep_report.h). It writes what it did into
 // `rolled`, which outlives it.
-std::function<Status(SchedulerCheckpoint& state, bool woken_before)> catch_up_with(std::vector<Answer> answers,
-                                                                                   RolledForward& rolled,
-                                                                                   bool may_extend = true);
+std::function<Status(CapturedState& state, bool woken_before)> catch_up_with(std::vector<Answer> answers,
+                                                                             RolledForward& rolled,
+                                                                             bool may_extend = true);
 
 }  // namespace torpor

@@ -16,7 +16,7 @@ class IdleHooks : public EngineHooks {
   Result<int64_t> unfinished_requests() override { return 0; }
   Status quiesce(std::optional<double>) override { return ok(); }
   Status resume() override { return ok(); }
-  Result<SchedulerCheckpoint> capture() override { return SchedulerCheckpoint{}; }
+  Result<CapturedState> capture() override { return CapturedState{}; }
   Result<Fingerprint> fingerprint() override { return Fingerprint{}; }
   Status drop_requests(const std::string&) override { return ok(); }
   Status drop_prefix(const std::vector<int32_t>&) override { return ok(); }

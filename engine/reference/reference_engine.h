@@ -134,7 +134,7 @@ class ReferenceEngine final : public EngineHooks {
   Result<int64_t> unfinished_requests() override { return static_cast<int64_t>(requests_.size()); }
   Status quiesce(std::optional<double> timeout_seconds) override;
   Status resume() override;
-  Result<SchedulerCheckpoint> capture() override;
+  Result<CapturedState> capture() override;
   Result<KvContents> kv_contents() override;
   Result<std::vector<int32_t>> host_slots(const std::vector<int32_t>& blocks, bool keep) override;
   Status release_host_slots() override;

@@ -84,8 +84,8 @@ Result<Fingerprint> ReferenceEngine::fingerprint() {
                                                options_.max_running, options_.by_priority ? "priority" : "fcfs")}};
 }
 
-Result<SchedulerCheckpoint> ReferenceEngine::capture() {
-  SchedulerCheckpoint state;
+Result<CapturedState> ReferenceEngine::capture() {
+  CapturedState state;
   SchedulerSnapshot& scheduler = state.scheduler;
   scheduler.policy = options_.by_priority ? "priority" : "fcfs";
   scheduler.engine = {Dict{{"steps", {counts_.steps}}}};
@@ -256,7 +256,7 @@ Status ReferenceEngine::reconnect(const std::vector<WorkerSnapshot>& workers) {
 
 Result<std::vector<FailedRequest>> ReferenceEngine::restore(const EngineCheckpoint& checkpoint) {
   steps_before_restore_ = counts_.steps;
-  const SchedulerCheckpoint& state = checkpoint.state;
+  const CapturedState& state = checkpoint.state;
   if (state.workers.size() != ranks_.size() || state.kv.groups.size() != 1)
     return damaged("this is not the checkpoint of a reference engine");
   const WorkerSnapshot& worker = state.workers[0];

@@ -99,7 +99,7 @@ TEST(EngineCheckpoint, AnotherVersionOfASectionIsIncompatible) {
 
 TEST(EngineCheckpoint, ContradictionsBetweenThePartsAreFound) {
   const auto damaged = [](auto damage) {
-    SchedulerCheckpoint state = example_checkpoint().state;
+    CapturedState state = example_checkpoint().state;
     damage(state);
     return state.validate();
   };

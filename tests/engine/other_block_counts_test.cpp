@@ -73,7 +73,7 @@ TEST_F(OtherBlockCounts, TokensAreTheSameInAnEngineWithMoreOrFewer) {
       EXPECT_EQ(report.dropped_blocks, std::max<int64_t>(0, fewest_blocks(before.kv) + cached - here));
       EXPECT_EQ(report.note.find("had no room") != std::string::npos, report.dropped_blocks > 0) << report.note;
       EXPECT_EQ(report.kept_blocks, static_cast<int64_t>(before.kv.blocks.size()) - report.dropped_blocks);
-      const SchedulerCheckpoint state = value_of(woken.engine.capture());
+      const CapturedState state = value_of(woken.engine.capture());
       EXPECT_SUCCEEDS(state.validate());
       EXPECT_EQ(finish(woken.engine), expected(ranks));
       EXPECT_EQ(woken.engine.recomputed(), 0);
@@ -106,8 +106,7 @@ TEST_F(OtherBlockCounts, RequestsThatDoNotFitAreRefusedWithTheNumberThatWouldDo)
 TEST_F(OtherBlockCounts, RequestsThatHaveEndedSinceTakeNoRoom) {
   const Slept before = slept();
   const int32_t fewest = fewest_blocks(before.kv);
-  const SchedulerCheckpoint state =
-      value_of(open_checkpoint(linux_file_system(), before.path)).read_state().value().state;
+  const CapturedState state = value_of(open_checkpoint(linux_file_system(), before.path)).read_state().value().state;
   std::vector<Answer> answers;
   for (const RequestState& request : state.scheduler.requests)
     answers.push_back(

@@ -26,7 +26,7 @@ TEST_F(SleepFailure, AnEngineWithAFeatureThatCannotBePreservedDoesNotGoOnWithWha
     EXPECT_TRUE(hook == "unsupported" || hook == "unfinished_requests") << hook;
   };
   EXPECT_FAILS(woken.controller.wake_up({.from_checkpoint = path}), Code::kUnsupported, "LoRA");
-  const auto nothing = [](SchedulerCheckpoint&, bool) { return ok(); };
+  const auto nothing = [](CapturedState&, bool) { return ok(); };
   EXPECT_FAILS(woken.controller.wake_up({.catch_up = nothing}), Code::kUnsupported, "LoRA");
   woken.engine.before_hook = nullptr;
   woken.engine.unsupported_features.clear();

@@ -131,7 +131,7 @@ TEST_F(Spill, WithoutADirectoryASleepThatDoesNotFitFails) {
 TEST_F(Spill, TheMostNeededStayInHostMemory) {
   SleepingEngine slept = make(options());
   begin(slept.engine, 10);
-  const SchedulerCheckpoint state = value_of(slept.engine.capture());
+  const CapturedState state = value_of(slept.engine.capture());
   const LiveBlocks live = select_live_blocks(state.kv, kBlock, {});
   const std::vector<int32_t> order = by_need(state.kv, {"c", "a"}, live.kept);
   std::vector<int32_t> sorted = order;

@@ -9,11 +9,11 @@
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace torpor;
-  static const SchedulerCheckpoint example = test::example_checkpoint().state;
+  static const CapturedState example = test::example_checkpoint().state;
   const Result<std::vector<Answer>> answers = unpack_answers(std::as_bytes(std::span(data, size)));
   if (!answers) return 0;
   for (const bool forgotten : {false, true}) {
-    SchedulerCheckpoint state = example;
+    CapturedState state = example;
     if (roll_forward(state, *answers, forgotten) && !state.validate()) std::abort();
   }
   return 0;

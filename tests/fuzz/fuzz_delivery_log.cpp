@@ -75,7 +75,7 @@ void read_in_parts(const DeliveryLog& answers, const Answer& answer) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   static const int quiet = ::setenv("TORPOR_LOG", "off", 0);
-  static const SchedulerCheckpoint example = test::example_checkpoint().state;
+  static const CapturedState example = test::example_checkpoint().state;
   const test::ManualClock clock;
   test::ModelFileSystem file_system;
   require(quiet == 0 && write_file(file_system, data, size).has_value());
@@ -85,7 +85,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     if (!answers) return 0;
     const std::vector<Answer> all = (*answers)->all();
     for (const Answer& answer : all) read_in_parts(**answers, answer);
-    SchedulerCheckpoint state = example;
+    CapturedState state = example;
     if (roll_forward(state, all, false)) require(state.validate().has_value());
     const auto running = std::find_if(all.begin(), all.end(), [](const Answer& answer) {
       return answer.state == AnswerState::kRunning &&

@@ -54,7 +54,7 @@ class ThrowingHooks final : public EngineHooks {
   Status resume() override {
     return run([&] { return inner_.resume(); });
   }
-  Result<SchedulerCheckpoint> capture() override {
+  Result<CapturedState> capture() override {
     return run([&] { return inner_.capture(); });
   }
   Result<Fingerprint> fingerprint() override {
@@ -225,7 +225,7 @@ struct World {
 // What a caller can see of an engine: its requests, what they hold, their generators. Not what is only cached.
 struct Seen {
   explicit Seen(World& world) : state(world.state()), checkpoints(world.checkpoints()) {
-    SchedulerCheckpoint captured = test::value_of(world.machine->engine->capture());
+    CapturedState captured = test::value_of(world.machine->engine->capture());
     scheduler = std::move(captured.scheduler);
     groups = std::move(captured.kv.groups);
     workers = std::move(captured.workers);

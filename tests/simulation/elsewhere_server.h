@@ -167,7 +167,7 @@ class Server {
     }
     begin(fingerprint);
     RolledForward rolled;
-    const WakeOptions options{.from_checkpoint = from, .catch_up = [&](SchedulerCheckpoint& state, bool before) {
+    const WakeOptions options{.from_checkpoint = from, .catch_up = [&](CapturedState& state, bool before) {
                                 const Status caught_up = catch_up_with(log_->all(), rolled)(state, before);
                                 draw_again(state, rolled);
                                 return caught_up;
@@ -240,7 +240,7 @@ class Server {
     return names;
   }
   // Advance the generators of seeded requests by one draw for each token that was added.
-  static void draw_again(SchedulerCheckpoint& state, const RolledForward& rolled) {
+  static void draw_again(CapturedState& state, const RolledForward& rolled) {
     std::set<std::string> ids(rolled.extended.begin(), rolled.extended.end());
     ids.insert(rolled.added.begin(), rolled.added.end());
     for (const RequestState& request : state.scheduler.requests) {

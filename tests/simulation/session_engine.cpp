@@ -316,7 +316,7 @@ Status SessionEngine::open(const std::string& path) {
   const Status read = [&]() -> Status {
     TORPOR_ASSIGN_OR_RETURN(const Fingerprint own, fingerprint());
     if (planted_ != Planted::kNoEpochCheck) TORPOR_RETURN_IF_ERROR(compare_portable(opened.state.fingerprint, own));
-    const SchedulerCheckpoint& state = opened.state.state;
+    const CapturedState& state = opened.state.state;
     std::vector<std::vector<int32_t>> tables;
     for (size_t i = 0; i < state.scheduler.requests.size(); ++i) {
       if (opened.image->ended().contains(static_cast<int32_t>(i))) continue;

@@ -69,7 +69,7 @@ class ImageEngine final : public IdleHooks {
   Result<const RequestImages::Image*> open(const std::string& path) {
     TORPOR_ASSIGN_OR_RETURN(const StoredImages::Opened opened, stored.open(path));
     const std::string id = opened.image->name();
-    const SchedulerCheckpoint& state = opened.state.state;
+    const CapturedState& state = opened.state.state;
     std::vector<RequestState> requests;
     std::vector<std::vector<int32_t>> tables;
     for (size_t i = 0; i < state.scheduler.requests.size(); ++i) {

@@ -124,9 +124,9 @@ class TestEngine final : public EngineHooks {
     frozen_ = false;
     return ok();
   }
-  Result<SchedulerCheckpoint> capture() override {
+  Result<CapturedState> capture() override {
     TORPOR_RETURN_IF_ERROR(enter("capture"));
-    SchedulerCheckpoint state;
+    CapturedState state;
     state.scheduler.policy = "fcfs";
     KvGroup group{.block_size = kBlockTokens};
     for (const Request& request : requests_) {
@@ -158,7 +158,7 @@ class TestEngine final : public EngineHooks {
   }
   Result<Moment> capture_moment() override {
     TORPOR_ASSIGN_OR_RETURN(Moment moment, EngineHooks::capture_moment());
-    moment.read = [this, read = std::move(moment.read)]() -> Result<SchedulerCheckpoint> {
+    moment.read = [this, read = std::move(moment.read)]() -> Result<CapturedState> {
       TORPOR_RETURN_IF_ERROR(enter("read moment"));
       return read();
     };

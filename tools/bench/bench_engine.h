@@ -67,8 +67,8 @@ class Engine final : public IdleHooks {
   }
 
   Result<int64_t> unfinished_requests() override { return shape_.requests; }
-  Result<SchedulerCheckpoint> capture() override {
-    SchedulerCheckpoint state;
+  Result<CapturedState> capture() override {
+    CapturedState state;
     state.scheduler.policy = "fcfs";
     KvGroup group{.block_size = 16};
     state.kv.num_blocks = shape_.blocks();

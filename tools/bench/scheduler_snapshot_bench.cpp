@@ -49,9 +49,9 @@ namespace {
 constexpr int32_t kBlock = 16;
 
 // Prompts of 2K to 32K tokens, log-uniform; hashes of 32 bytes a full block; a prefix index with `entries` of them.
-SchedulerCheckpoint busy(int running, int waiting, int entries) {
+CapturedState busy(int running, int waiting, int entries) {
   std::mt19937_64 random(1);
-  SchedulerCheckpoint state;
+  CapturedState state;
   state.scheduler.policy = "fcfs";
   KvGroup group{.block_size = kBlock};
   int32_t next = 1;
@@ -93,7 +93,7 @@ SchedulerCheckpoint busy(int running, int waiting, int entries) {
 }
 
 template <class Archive>
-void all(Archive& archive, SchedulerCheckpoint& state) {
+void all(Archive& archive, CapturedState& state) {
   SchedulerSnapshot& s = state.scheduler;
   KvSnapshot& kv = state.kv;
   archive(s.policy, s.requests, s.running, s.waiting, s.held, s.finished, s.engine, kv.num_blocks, kv.null_block,
@@ -148,7 +148,7 @@ int main(int argc, char** argv) {
       all(archive, engine.state);
     });
     std::istringstream in(out.str());
-    SchedulerCheckpoint again;
+    CapturedState again;
     time("cereal decode", [&] {
       cereal::BinaryInputArchive archive(in);
       all(archive, again);

@@ -182,8 +182,8 @@ Result<Json> diff(const Context& context) {
   TORPOR_ASSIGN_OR_RETURN(const auto before_chunks, chunks_of(a));
   TORPOR_ASSIGN_OR_RETURN(const auto chunks, chunks_of(b));
   json["chunks"] = compare(before_chunks, chunks);
-  const SchedulerCheckpoint& before = a.engine.state;
-  const SchedulerCheckpoint& now = b.engine.state;
+  const CapturedState& before = a.engine.state;
+  const CapturedState& now = b.engine.state;
   json["same_queues"] = before.scheduler.running == now.scheduler.running &&
                         before.scheduler.waiting == now.scheduler.waiting &&
                         before.scheduler.held == now.scheduler.held;

@@ -19,7 +19,7 @@ Answer so_far(const RequestState& request, std::vector<int32_t> tokens, AnswerSt
 }
 
 TEST(RollForwardTest, RequestsGetWhatWasGivenSinceAndNewOnesBeginAgain) {
-  SchedulerCheckpoint state = test::example_checkpoint().state;
+  CapturedState state = test::example_checkpoint().state;
   const RequestState run = state.scheduler.requests[0];
   const RequestState fresh = test::example_request("fresh", RequestStatus::kWaiting, 4, 0, 0);
   const RequestState begun = test::example_request("begun", RequestStatus::kRunning, 4, 0, 0);
@@ -40,7 +40,7 @@ TEST(RollForwardTest, RequestsGetWhatWasGivenSinceAndNewOnesBeginAgain) {
 }
 
 TEST(RollForwardTest, AnEngineThatCannotComputeOnTopBeginsThemAgain) {
-  SchedulerCheckpoint state = test::example_checkpoint().state;
+  CapturedState state = test::example_checkpoint().state;
   const RequestState run = state.scheduler.requests[0];
   const std::vector<Answer> answers = {so_far(run, {200, 201, 55, 56})};
   const RolledForward rolled = value_of(roll_forward(state, answers, false, /*may_extend=*/false));
@@ -54,7 +54,7 @@ TEST(RollForwardTest, AnEngineThatCannotComputeOnTopBeginsThemAgain) {
 }
 
 TEST(RollForwardTest, EndedRequestsGoWithTheirBlocks) {
-  SchedulerCheckpoint state = test::example_checkpoint().state;
+  CapturedState state = test::example_checkpoint().state;
   const std::vector<Answer> answers = {so_far(state.scheduler.requests[0], {200, 201, 9}, AnswerState::kAborted)};
   const RolledForward rolled = value_of(roll_forward(state, answers, false));
   EXPECT_EQ(rolled.dropped, (std::vector<std::string>{"run"}));
@@ -65,7 +65,7 @@ TEST(RollForwardTest, EndedRequestsGoWithTheirBlocks) {
 }
 
 TEST(RollForwardTest, EndedRequestsGoWithTheirBlocksOfEveryGroup) {
-  SchedulerCheckpoint state = test::example_of_two_groups().state;
+  CapturedState state = test::example_of_two_groups().state;
   const std::vector<Answer> answers = {so_far(state.scheduler.requests[0], {200, 201, 9}, AnswerState::kAborted),
                                        so_far(state.scheduler.requests[2], {200, 55})};
   const RolledForward rolled = value_of(roll_forward(state, answers, false));
@@ -77,7 +77,7 @@ TEST(RollForwardTest, EndedRequestsGoWithTheirBlocksOfEveryGroup) {
 }
 
 TEST(RollForwardTest, ARequestThatTookAnotherCourseIsComputedAnewFromWhatWasGiven) {
-  SchedulerCheckpoint state = test::example_checkpoint().state;
+  CapturedState state = test::example_checkpoint().state;
   const std::vector<Answer> answers = {so_far(state.scheduler.requests[0], {200, 999})};
   const RolledForward rolled = value_of(roll_forward(state, answers, false));
   EXPECT_EQ(rolled.added, (std::vector<std::string>{"run"}));
@@ -95,7 +95,7 @@ TEST(RollForwardTest, ARequestThatBeginsAgainKeepsWhatOnlyTheCheckpointHas) {
   // It waited; it took another course; the engine cannot compute on top.
   for (const auto& [number, given, may_extend] :
        {Case{1, {7, 8}, true}, Case{0, {200, 999}, true}, Case{0, {200, 201, 55}, false}}) {
-    SchedulerCheckpoint state = test::example_checkpoint().state;
+    CapturedState state = test::example_checkpoint().state;
     state.scheduler.requests[number].engine = with_images;
     Answer answer = so_far(state.scheduler.requests[number], given);
     answer.request.engine = Value{Dict{{"elsewhere", {std::string("images")}}}};
@@ -110,7 +110,7 @@ TEST(RollForwardTest, ARequestThatBeginsAgainKeepsWhatOnlyTheCheckpointHas) {
 }
 
 TEST(RollForwardTest, AnotherRequestOfTheSameIdIsThatOfItsAnswer) {
-  SchedulerCheckpoint state = test::example_checkpoint().state;
+  CapturedState state = test::example_checkpoint().state;
   Answer answer = so_far(state.scheduler.requests[1], {7});
   answer.request.prompt_token_ids = {1, 2};
   answer.request.engine = Value{Dict{}};
@@ -121,8 +121,8 @@ TEST(RollForwardTest, AnotherRequestOfTheSameIdIsThatOfItsAnswer) {
 }
 
 TEST(RollForwardTest, AStateThatIsAheadOfTheLogStays) {
-  SchedulerCheckpoint state = test::example_checkpoint().state;
-  const SchedulerCheckpoint before = state;
+  CapturedState state = test::example_checkpoint().state;
+  const CapturedState before = state;
   const std::vector<Answer> answers = {so_far(state.scheduler.requests[0], {200})};
   const RolledForward rolled = value_of(roll_forward(state, answers, false));
   EXPECT_TRUE(rolled.extended.empty());
@@ -130,7 +130,7 @@ TEST(RollForwardTest, AStateThatIsAheadOfTheLogStays) {
 }
 
 TEST(RollForwardTest, OnlyAStateThatWasGoneOnWithLosesRequestsThatNobodyRemembers) {
-  SchedulerCheckpoint state = test::example_checkpoint().state;
+  CapturedState state = test::example_checkpoint().state;
   const std::vector<Answer> answers = {
       so_far(state.scheduler.requests[2], state.scheduler.requests[2].output_token_ids)};
   EXPECT_TRUE(value_of(roll_forward(state, answers, false)).dropped.empty());
