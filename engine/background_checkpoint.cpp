@@ -179,7 +179,7 @@ Status BackgroundCheckpoint::precopy() {
     return ok();
   });
   if (const Status resumed = engine_.hooks.resume(); !resumed) {
-    engine_.state.lose(resumed.error());
+    engine_.state.mark_unrecoverable(resumed.error());
     return resumed.error();
   }
   precopy_seconds_ = seconds_between(began, engine_.clock.now());
@@ -193,9 +193,9 @@ Status BackgroundCheckpoint::take(const Value& outputs) {
   SleepOperation sleep(context_, "checkpoint", options_, events_->number());
   Status copied = try_catch([&] { return stop_and_copy(sleep); });
   if (copied) {
-    sleep.operation().keep();
+    sleep.operation().commit();
     copied = engine_.hooks.resume();
-    if (!copied) engine_.state.lose(copied.error());
+    if (!copied) engine_.state.mark_unrecoverable(copied.error());
   }
   if (!copied) {
     published_why_ = true;
@@ -329,11 +329,11 @@ Error BackgroundCheckpoint::fail(Error error) noexcept {
   });
   (void)work_.wait();
   pending_.reset();
-  const bool lost = engine_.state.lost();
-  error.state_changed = stays_ || lost;
+  const bool unrecoverable = engine_.state.unrecoverable();
+  error.state_changed = stays_ || unrecoverable;
   error_ = std::move(error);
   at_ = At::kEnded;
-  events_->end(lost ? Edge::kLost : Edge::kFailed, published_why_ ? std::string_view() : error_->what);
+  events_->end(unrecoverable ? Edge::kLost : Edge::kFailed, published_why_ ? std::string_view() : error_->what);
   (void)try_catch([&]() -> Status {
     if (!stopped) log().warn("{}", stopped.error());
     if (stays_) error_->what += fmt::format("; its checkpoint is {}", report_.checkpoint);

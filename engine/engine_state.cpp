@@ -21,7 +21,7 @@ ControllerState EngineState::view() const {
 }
 
 void EngineState::enter_locked(At at) noexcept {
-  if (at_ == at || at_ == At::kLost) return;
+  if (at_ == at || at_ == At::kUnrecoverable) return;
   const At before = std::exchange(at_, at);
   (void)port_.record(
       {.type = EventType::kEngine, .from = static_cast<uint8_t>(before), .to = static_cast<uint8_t>(at)});
@@ -32,8 +32,8 @@ void EngineState::enter(At at) noexcept {
   enter_locked(at);
 }
 
-void EngineState::lose(const Error& error) noexcept {
-  enter(At::kLost);
+void EngineState::mark_unrecoverable(const Error& error) noexcept {
+  enter(At::kUnrecoverable);
   (void)try_catch([&]() -> Status {
     log().critical("the engine is unrecoverable: {}", error);
     return ok();

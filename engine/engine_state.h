@@ -24,13 +24,13 @@ namespace torpor {
 
 class EngineState final : public Operation::Owner {
  public:
-  enum class At : uint8_t { kAwake, kFallingAsleep, kAsleep, kWaking, kLost };  // as kEngineStates names them
+  enum class At : uint8_t { kAwake, kFallingAsleep, kAsleep, kWaking, kUnrecoverable };  // as kEngineStates names them
 
   explicit EngineState(EventPort port) : port_(port) {}
 
   At at() const noexcept;
   bool is(At at) const noexcept { return this->at() == at; }
-  bool lost() const noexcept override { return is(At::kLost); }
+  bool unrecoverable() const noexcept override { return is(At::kUnrecoverable); }
   // Return the part of the state that others may read.
   ControllerState view() const;
 
@@ -38,7 +38,7 @@ class EngineState final : public Operation::Owner {
   // unrecoverable engine stays so.
   void enter(At at) noexcept;
   // Mark the engine as unrecoverable, and log why.
-  void lose(const Error& error) noexcept override;
+  void mark_unrecoverable(const Error& error) noexcept override;
   // Enter kAsleep. If several sleeps are in force, the level is that of the deepest. An empty path keeps the checkpoint
   // of the earlier sleep.
   void fall_asleep(int level, std::string checkpoint) noexcept;

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Operation: one sleep, wake or checkpoint while it runs: its phases with their times, and the steps that undo it. The
-// destructor undoes them in reverse order unless keep() was called. It lives on the stack of the call. Threads: one.
+// destructor undoes them in reverse order unless commit() was called. It lives on the stack of the call. Threads: one.
 //
 // An undo step is registered before the work that it undoes begins, so that nothing can fail in between. If there is
 // nothing to undo, the step does no harm. If a step fails or throws, the engine is unrecoverable.
 //
-// Events: an operation begins, and then ends, fails or is lost. Its number is the sequence number of its first event. A
-// phase begins, and then ends or fails; a phase that had ended and is taken back is undone. While an operation runs no
-// debugger pauses the engine, and one that had paused it lets it go on.
+// Events: an operation begins, and then ends, fails, or is lost: it failed and the engine is unrecoverable. Its number
+// is the sequence number of its first event. A phase begins, and then ends or fails; if it had ended and its steps are
+// undone, it is undone. While an operation runs no debugger pauses the engine, and one that had paused it lets it go
+// on.
 #pragma once
 
 #include <functional>
@@ -29,8 +30,9 @@ class Operation {
   // The engine to which the operation belongs.
   class Owner {
    public:
-    virtual bool lost() const noexcept = 0;              // the engine is unrecoverable
-    virtual void lose(const Error& error) noexcept = 0;  // makes it so
+    virtual bool unrecoverable() const noexcept = 0;
+    virtual void mark_unrecoverable(const Error& error) noexcept = 0;
+
    protected:
     ~Owner() = default;
   };
@@ -54,7 +56,7 @@ class Operation {
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
   ~Operation() {
-    if (kept_) {
+    if (committed_) {
       end_with(Edge::kEnd);
     } else {
       undo();
@@ -67,7 +69,7 @@ class Operation {
   // delete the checkpoint from which the requests can still be woken.
   void undo() noexcept {
     undo_to(0);
-    if (!kept_) end_with(owner_.lost() ? Edge::kLost : Edge::kFailed);
+    if (!committed_) end_with(owner_.unrecoverable() ? Edge::kLost : Edge::kFailed);
   }
   // Emit the error's words.
   void failed(const Error& error) const noexcept { port_.text(TextKind::kError, 0, number_, error.what); }
@@ -79,8 +81,8 @@ class Operation {
     while (undo_.size() > steps) {
       const std::function<Status()> step = std::move(undo_.back());
       undo_.pop_back();
-      if (owner_.lost()) continue;
-      if (const Status undone = try_catch(step); !undone) owner_.lose(undone.error());
+      if (owner_.unrecoverable()) continue;
+      if (const Status undone = try_catch(step); !undone) owner_.mark_unrecoverable(undone.error());
     }
     while (!done_.empty() && done_.back().steps >= steps) {
       publish(EventType::kPhase, done_.back().kind, Edge::kUndone);
@@ -88,10 +90,10 @@ class Operation {
     }
   }
   // The operation has succeeded: forget all undo steps.
-  void keep() noexcept {
+  void commit() noexcept {
     undo_.clear();
     done_.clear();
-    kept_ = true;
+    committed_ = true;
   }
 
   // Note that the next step cannot be undone. If the call fails, its error says so with `what`, a literal.
@@ -115,7 +117,7 @@ class Operation {
     const double seconds = seconds_between(last_, clock_.now());
     (void)try_catch([&]() -> Status {
       phases_.push_back({std::string(phase), seconds, bytes, seconds_between(began_, last_)});
-      if (!kept_) done_.push_back({open_, steps_});
+      if (!committed_) done_.push_back({open_, steps_});
       return ok();
     });
     publish(EventType::kPhase, std::exchange(open_, 0), Edge::kEnd, bytes, since(last_));
@@ -156,7 +158,7 @@ class Operation {
   uint8_t open_ = 0;     // the phase that has begun and not ended; 0: none
   size_t steps_ = 0;     // number of undo steps when the last phase began
   std::vector<Done> done_;
-  bool kept_ = false;
+  bool committed_ = false;
   bool published_end_ = false;
 };
 

@@ -316,7 +316,7 @@ Status SleepController::end_hold_now(bool keep) {
   if (ended && !keep) ended = hooks_.forget_restored();
   if (ended) ended = hooks_.resume();
   if (!ended) {
-    state_.lose(ended.error());
+    state_.mark_unrecoverable(ended.error());
     Error error = std::move(ended).error();
     error.state_changed = true;
     return error;
@@ -366,7 +366,7 @@ Result<SwapReport> SleepController::swap_with(SleepController& to, const SwapOpt
                   [&](SleepOperation& sleep, SwapOutEnd&) {
                     return swap_out_here(sleep, [&](const SwapIn& from) { return to.wake_now({}, &from); });
                   }});
-  if (swapped || !to.state_.lost()) return swapped;
+  if (swapped || !to.state_.unrecoverable()) return swapped;
   Error error = std::move(swapped).error();
   error.state_changed = true;
   return error;
@@ -426,7 +426,7 @@ Result<SleepReport> SleepController::swap_in(const WakeOptions& options) {
   });
   if (woken) return channel->reach(SwapChannel::Stage::kDone), std::move(woken);
   (void)channel->stop(SwapChannel::Side::kSwapsIn);
-  channel->reach(state_.lost() ? SwapChannel::Stage::kLost : SwapChannel::Stage::kFailed);
+  channel->reach(state_.unrecoverable() ? SwapChannel::Stage::kLost : SwapChannel::Stage::kFailed);
   Error error = std::move(woken).error();
   (void)try_catch([&]() -> Status { return error.what = fmt::format("swap: {}", error.what), ok(); });
   return error;
@@ -458,7 +458,7 @@ Result<SwapReport> SleepController::swap_out_for(const SleepOptions& asked, cons
   }
   const bool stays =
       end.state == SwappedOut::kAsleepOtherMayRun || (end.state == SwappedOut::kAsleepOtherEnded && !woken);
-  error.state_changed = state_.lost() || stays;
+  error.state_changed = state_.unrecoverable() || stays;
   (void)try_catch([&]() -> Status {
     error.what = fmt::format("swap: {}", error.what);
     if (stays) error.what += "; the engine that went stays asleep";
@@ -528,7 +528,7 @@ Error SleepController::busy() const {
 
 // Return an error unless an operation may begin.
 Status SleepController::may_begin() const {
-  if (state_.lost())
+  if (state_.unrecoverable())
     return cannot("the engine is unrecoverable", "start a new one and wake it from its last checkpoint");
   if (held_sleep_ != nullptr) return cannot("a sleep waits for the word of its front end", "end it first");
   if (context_.wake_is_held) return cannot("a restored checkpoint waits for its front end", "end the wake first");

@@ -46,8 +46,10 @@ struct SleepOperation::Step {
   Status (SleepOperation::*undo)();  // called also if the step failed half-way or did nothing
 };
 
-// Recordings and metrics have the names of the phases. "commit" does not commit: it writes the state into a checkpoint
-// under construction, which goes with pending_ if it is not committed. "verify" commits it.
+// The phases of a sleep. Their names are in recordings and metrics, so two old ones stay although they mislead:
+//   commit  write_state(): writes the state into a checkpoint under construction. Nothing is committed: until "verify"
+//           has ended, the destructor of pending_ removes the checkpoint.
+//   verify  verify(): checks that all was saved, and to disk commits the checkpoint by renaming it.
 const std::array<SleepOperation::Step, SleepOperation::kSteps> SleepOperation::steps_ = {{
     // phase     wanted                              take                          undo
     {"quiesce", &SleepOperation::always, &SleepOperation::quiesce, &SleepOperation::resume},
@@ -108,7 +110,7 @@ Status SleepOperation::prepare_sleep() {
     if (!options_.discard_on_save_error || (!to_disk_ && !preserved_)) return saved.error();
     if (operation_.cancelled()) return saved.error();
     operation_.undo_to(steps);
-    if (engine_.state.lost()) return saved.error();
+    if (engine_.state.unrecoverable()) return saved.error();
     fall_back(saved.error());
   }
   return ok();
@@ -160,7 +162,7 @@ Status SleepOperation::commit_sleep() {
   without_content.insert(without_content.end(), asleep.without_content.begin(), asleep.without_content.end());
   TORPOR_RETURN_IF_ERROR(take_steps(save_.channel.empty() ? kDropDerived : kDetach, kDetach));
   // Nothing can fail from here on: the memory is released.
-  operation_.keep();
+  operation_.commit();
   report_.changed = true;
   report_.preserve_state = preserved_;
   asleep.preserved = preserved_ && options_.level > 0;
@@ -182,9 +184,9 @@ Status SleepOperation::commit_sleep() {
 Status SleepOperation::serve_on() {
   // The memory was only read.
   TORPOR_RETURN_IF_ERROR(engine_.ranks.undo(orders::Undo{.what = orders::Undo::What::kSave, .tags = save_.tags}));
-  operation_.keep();
+  operation_.commit();
   if (Status resumed = engine_.hooks.resume(); !resumed) {
-    engine_.state.lose(resumed.error());
+    engine_.state.mark_unrecoverable(resumed.error());
     return resumed;
   }
   engine_.state.enter(EngineState::At::kAwake);
@@ -204,7 +206,7 @@ Error SleepOperation::undone(Error error) noexcept {
   operation_.undo();
   engine_.state.enter(deeper_ ? EngineState::At::kAsleep : EngineState::At::kAwake);
   const std::string_view irreversible = operation_.irreversible();
-  error.state_changed = engine_.state.lost() || checkpoint_stays_ || !irreversible.empty();
+  error.state_changed = engine_.state.unrecoverable() || checkpoint_stays_ || !irreversible.empty();
   (void)try_catch([&]() -> Status {
     std::string what = fmt::format("{}: {}", name_, error.what);
     if (!irreversible.empty()) what += fmt::format("; {}", irreversible);

@@ -35,7 +35,7 @@ Result<SleepReport> WakeOperation::run() {
   operation_.undo();
   engine_.state.enter(before_);
   const std::string_view irreversible = operation_.irreversible();
-  error.state_changed = engine_.state.lost() || !irreversible.empty();
+  error.state_changed = engine_.state.unrecoverable() || !irreversible.empty();
   (void)try_catch([&]() -> Status {
     std::string what = fmt::format("wake: {}", error.what);
     if (!irreversible.empty()) what += fmt::format("; {}", irreversible);
@@ -92,9 +92,9 @@ Result<SleepReport> WakeOperation::wake_this_process() {
   if (!tags.empty()) TORPOR_RETURN_IF_ERROR(finish(tags));
   report_.deferred_blocks = static_cast<int64_t>(deferred.size());
   // The backups are dropped from here on; only the engine's own resume can still fail.
-  operation_.keep();
+  operation_.commit();
   if (Status resumed = engine_.hooks.resume(); !resumed) {
-    engine_.state.lose(resumed.error());
+    engine_.state.mark_unrecoverable(resumed.error());
     return std::move(resumed).error();
   }
   operation_.end("reconnect");
@@ -174,7 +174,7 @@ Result<SleepReport> WakeOperation::end_early(const std::vector<std::string>& tag
     if (!report_.reload.empty()) report_.note += "; " + warning_of(End::kStillAsleep);
   }
   if (!tags.empty()) TORPOR_RETURN_IF_ERROR(finish(tags));
-  operation_.keep();
+  operation_.commit();
   std::erase_if(context_.asleep.without_content, [&](const std::string& tag) { return has_tag(tags, tag); });
   if (still_asleep.empty()) context_.asleep.without_content.clear();
   context_.asleep.tags = std::move(still_asleep);
@@ -239,7 +239,7 @@ Status WakeOperation::finish(const std::vector<std::string>& tags) {
   });
   if (none_finished && *none_finished) return first;
   const Status second = try_catch(attempt);
-  if (!second) engine_.state.lose(second.error());
+  if (!second) engine_.state.mark_unrecoverable(second.error());
   if (second) finished(tags);
   return second;
 }
@@ -318,7 +318,7 @@ Result<SleepReport> WakeOperation::wake_from_checkpoint() {
   if (Status restored = try_catch([&] { return restore_checkpoint(); }); !restored) {
     if (!options_.discard_on_restore_error || operation_.cancelled()) return restored.error();
     operation_.undo();
-    if (engine_.state.lost()) return restored.error();
+    if (engine_.state.unrecoverable()) return restored.error();
     log().error("waking without the state: {}", restored.error());
     context_.took_checkpoint = true;
     SleepReport discarded{.fully_awake = true, .checkpoint = std::move(report_.checkpoint)};
@@ -328,13 +328,13 @@ Result<SleepReport> WakeOperation::wake_from_checkpoint() {
   }
   report_.changed = true;
   if (options_.hold) {
-    operation_.keep();
+    operation_.commit();
     context_.took_checkpoint = true;
     context_.wake_is_held = true;
     return std::move(report_);
   }
   TORPOR_RETURN_IF_ERROR(engine_.hooks.resume());
-  operation_.keep();
+  operation_.commit();
   context_.took_checkpoint = true;
   engine_.state.enter(EngineState::At::kAwake);
   if (context_.asleep.checkpoint) context_.checkpoints.mark_woken(*context_.asleep.checkpoint);

@@ -14,9 +14,9 @@
 namespace torpor {
 
 struct BlockNumbers {
-  int32_t num_blocks = 0;        // blocks of the engine
-  std::vector<int32_t> now;      // new number of each saved number; -1: its content is not taken over
-  std::vector<int32_t> dropped;  // cached blocks that do not fit, by saved number
+  int32_t num_blocks = 0;           // blocks of the engine
+  std::vector<int32_t> new_number;  // of each saved number; -1: its content is not taken over
+  std::vector<int32_t> dropped;     // cached blocks that do not fit, by saved number
 };
 
 // Return the least number of blocks that an engine needs for the requests of this state, including the null block.

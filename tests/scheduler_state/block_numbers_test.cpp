@@ -26,7 +26,7 @@ KvSnapshot in_engine_of(KvSnapshot kv, int32_t num_blocks) {
 
 TEST(BlockNumbers, WithAsManyBlocksNothingChanges) {
   const BlockNumbers numbers = test::value_of(plan_block_numbers(saved_kv(), 8));
-  EXPECT_EQ(numbers.now, (Numbers{0, 1, 2, 3, 4, 5, 6, 7}));
+  EXPECT_EQ(numbers.new_number, (Numbers{0, 1, 2, 3, 4, 5, 6, 7}));
   EXPECT_EQ(in_engine_of(saved_kv(), 8), saved_kv());
 }
 
@@ -180,7 +180,7 @@ TEST(BlockNumbers, OnlyNumbersChange) {
     for (const int32_t id : saved.free_order) {
       if (is_cached[id] == 0) continue;
       if (!dropped.contains(id)) {
-        stay.push_back(numbers->now[static_cast<size_t>(id)]);
+        stay.push_back(numbers->new_number[static_cast<size_t>(id)]);
         first_ones = false;
       } else {
         RC_ASSERT(first_ones);
@@ -195,14 +195,14 @@ TEST(BlockNumbers, OnlyNumbersChange) {
     RC_ASSERT(order == stay);
     // Numbers that the engine has stay; of all others each is given once.
     std::set<int32_t> given;
-    for (size_t id = 0; id < numbers->now.size(); ++id) {
-      if (const int32_t now = numbers->now[id]; now >= 0) RC_ASSERT(given.insert(now).second);
+    for (size_t id = 0; id < numbers->new_number.size(); ++id) {
+      if (const int32_t now = numbers->new_number[id]; now >= 0) RC_ASSERT(given.insert(now).second);
     }
     for (const KvBlock& block : saved.blocks) {
       if (block.id < count && !dropped.contains(block.id))
-        RC_ASSERT(numbers->now[static_cast<size_t>(block.id)] == block.id);
+        RC_ASSERT(numbers->new_number[static_cast<size_t>(block.id)] == block.id);
     }
-    RC_ASSERT(here.block_numbers.empty() || here.block_numbers == numbers->now);
+    RC_ASSERT(here.block_numbers.empty() || here.block_numbers == numbers->new_number);
   });
   EXPECT_TRUE(held);
 }
