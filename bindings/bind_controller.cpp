@@ -309,7 +309,7 @@ void bind_controller(py::module_& module) {
           },
           py::arg("wait") = "none", py::arg("wanted") = std::vector<int32_t>(),
           py::arg("skipped") = std::vector<int32_t>(),
-          "After an early wake, between two steps: which blocks have arrived. They are released to the engine.")
+          "After a post-copy wake, between two steps: which blocks have arrived. They are released to the engine.")
       .def(
           "checkpoint",
           [](BoundController& self, const py::handle& outputs, const std::pair<int, int>& place,

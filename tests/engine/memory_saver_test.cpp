@@ -259,7 +259,7 @@ TEST_F(MemorySaverBesideAnEngine, ItsProgramsSleepEndsNoCheckpoint) {
   EXPECT_FAILS(test::call_rank(*rank_, orders::PollSave{.wait = true}), Code::kFailedPrecondition, "begin it again");
 }
 
-TEST_F(MemorySaverBesideAnEngine, ItsProgramSleepsWhileBlocksOfAnEarlyWakeAreOnTheirWay) {
+TEST_F(MemorySaverBesideAnEngine, ItsProgramSleepsWhileBlocksOfAPostCopyWakeAreOnTheirWay) {
   call(orders::Save{.tags = {"kv_cache"}, .blocks = {1, 2}, .versions = {1, 1}, .steps = 1});
   call(orders::Detach{.tags = {"kv_cache"}});
   EXPECT_EQ(call(orders::Restore{.tags = {"kv_cache"}, .deferred = {2}}).deferred_bytes, kBlock);

@@ -158,7 +158,7 @@ TEST_F(OtherBlockCounts, TheNextCheckpointLinksBlocksUnderTheirNewNumbers) {
   }
 }
 
-TEST_F(OtherBlockCounts, AnEarlyWakeBringsThemBehindTheEngineUnderTheirNewNumbers) {
+TEST_F(OtherBlockCounts, APostCopyWakeBringsThemBehindTheEngineUnderTheirNewNumbers) {
   const Slept before = slept();
   SleepingEngine woken(file_system_, temporary_ / "another", with(40));
   woken.engine.can_hold = true;

@@ -374,18 +374,18 @@ inline const std::vector<Scenario>& scenarios() {
          return status_of(controller.checkpoint(with.nothing));
        }},
       {"checkpoint behind the engine", serve, checkpoint_behind, true},
-      {"early wake from host", sleep_to_host,
+      {"post-copy wake from host", sleep_to_host,
        [](SleepController& controller, const Arguments& with) { return status_of(controller.wake_up(with.early)); },
        true},
-      {"early wake from disk", sleep_to_disk,
+      {"post-copy wake from disk", sleep_to_disk,
        [](SleepController& controller, const Arguments& with) { return status_of(controller.wake_up(with.early)); },
        true},
-      {"early wake in a new process", leave_a_checkpoint,
+      {"post-copy wake in a new process", leave_a_checkpoint,
        [](SleepController& controller, const Arguments& with) {
          return status_of(controller.wake_up(with.early_from_checkpoint));
        },
        true},
-      {"what comes behind an early wake", wake_early,
+      {"what comes behind a post-copy wake", wake_early,
        [](SleepController& controller, const Arguments&) -> Status {
          TORPOR_RETURN_IF_ERROR(controller.continue_wake(DeferredWait::kAll));
          return ok();

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For workers in other processes, as their extension (vLLM's `worker_extension_cls`): what an early wake leaves to come
-moves only when somebody waits for it, a block at a time. The import does it, before a worker makes its memory."""
+"""For workers in other processes, as their extension (vLLM's `worker_extension_cls`): deferred blocks of a post-copy
+wake come only when somebody waits for them, one at a time. The import does it, before a worker makes its memory."""
 
 from torpor import _core
 

@@ -88,8 +88,8 @@ def sleep(model: Path, directory: Path, sleep_at: list[int]) -> dict:
 
 
 def cached(one: InProcess, early: bool) -> dict:
-    """Requests that are stopped twice, the second time while blocks of an early wake are still to come if they sleep,
-    and one that then finds what such blocks have."""
+    """Requests that are stopped twice, the second time while blocks of a post-copy wake are still to come if they
+    sleep, and one that then finds what such blocks have."""
     begin(one, 0, ["long", "long-seeded"])
     run(one.engine)
     add_requests(one.engine, TAKEN_OVER)

@@ -46,7 +46,7 @@ class Engine:
         self.tags = {"weights": "attached", "kv_cache": "attached"}
         self.state = "awake"
         self.changes = True  # what its reports of sleeps and wakes say
-        self.late = 0  # blocks that an early wake leaves to come, one with each look
+        self.late = 0  # blocks that a post-copy wake leaves to come, one with each look
         self.calls: list[tuple] = []
         self.torpor = SimpleNamespace(call=self._torpor)
         self.output_processor = SimpleNamespace(

@@ -152,7 +152,7 @@ def test_nothing_goes_to_a_new_process(alone):
     of = alone["keeps_nothing_for_a_new_process"]
     for call in ("disk", "checkpoint", "from_checkpoint"):
         assert "a KV connector, whose own state a new process would lose" in of[call], of
-    assert "an early wake beside a KV connector" in of["early"] and of["same"]
+    assert "a post-copy wake beside a KV connector" in of["early"] and of["same"]
 
 
 @pytest.mark.slow

@@ -223,4 +223,4 @@ def test_what_a_vllm_has_otherwise_switches_off_only_what_needs_it(zygote, tiny_
         assert "BlockPool.get_new_blocks takes (self, num_blocks, also=None)" in text
     [line] = result["said"]
     assert "checkpoints and new processes" in line and "brand_new" in line
-    assert "early wakes" in line and "get_new_blocks" in line
+    assert "post-copy wakes" in line and "get_new_blocks" in line

@@ -356,7 +356,7 @@ def test_a_server_that_ends_does_not_wait_for_requests_to_end(monkeypatch):
     run(scene())
 
 
-def test_an_early_wake_ends_without_a_step(monkeypatch):
+def test_a_post_copy_wake_ends_without_a_step(monkeypatch):
     async def scene():
         from torpor.vllm.server import life
 

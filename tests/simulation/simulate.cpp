@@ -113,7 +113,7 @@ int main(int argc, char** argv) {
       "{} seeds, {} failed, {:.1f} s: {} tokens compared over {} sleeps ({} woken by a new engine) and {} checkpoints "
       "while serving ({} gone on from), {} failed and undone, {} engines lost to faults,\n{} blocks offloaded, {} "
       "tokens onboarded, {} preemptions\n"
-      "{} early wakes: {} steps gave tokens before {} blocks had arrived; {} were lost\n",
+      "{} post-copy wakes: {} steps gave tokens before {} blocks had arrived; {} were lost\n",
       seeds, failed, seconds, sum.tokens, sum.sleeps, sum.new_engines, sum.checkpoints, sum.rewound, sum.refused,
       sum.lost, sum.offloaded, sum.onboarded, sum.preemptions, sum.early, sum.early_steps, sum.late, sum.deferred_lost);
   if (replay) fmt::print("{} events replayed, each equal\n", events);

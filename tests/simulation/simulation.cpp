@@ -411,7 +411,7 @@ class Run {
   bool ended_ = false;
   bool late_ = false;   // blocks are deferred
   bool asked_ = false;  // a wake was told to keep or drop KV: the next sleep does not read the weights
-  Dice early_dice_;     // dice of its own: early wakes do not change what else happens in a seed
+  Dice early_dice_;     // dice of its own: post-copy wakes do not change what else happens in a seed
   Dice blocks_dice_;    // as early_dice_, for numbers of blocks
   SimulationResult result_;
   ServedCheckpoint checkpoint_{run_, dice_, scenario_.sleep_chance, result_.checkpoints, result_.rewound};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The first token of an early wake, beside a wake that brings back everything before it.
+// The first token of a post-copy wake, beside a wake that brings back everything before it.
 //
 // An engine of weights and twice as much KV, all of it of running requests, falls asleep to host memory, or to disk,
 // and wakes, whole and early in turn. A token of a request is made by reading all of its KV and comparing it with what
@@ -57,7 +57,7 @@ void cycle(Engine& engine, SleepController& controller, bool to_disk, bool early
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app{"The first and the last token of an early wake, beside a wake that brings back everything first."};
+  CLI::App app{"The first and the last token of a post-copy wake, beside a wake that brings back everything first."};
   uint64_t mib = 1024;
   uint64_t block_kib = 512;
   int32_t requests = 64;

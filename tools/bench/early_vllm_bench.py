@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The first and the last token after an early wake of vLLM, beside a wake that brings back everything first.
+"""The first and the last token after a post-copy wake of vLLM, beside a wake that brings back everything first.
 
 One engine on the CPU, whose prefix cache has at least twice as many bytes as the weights, of prompts that have ended;
 some requests run. It falls asleep, and wakes whole and early in turn. Seconds from the call on: until it returns, until

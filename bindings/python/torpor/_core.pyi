@@ -394,7 +394,7 @@ class SleepController:
         """The directory of checkpoints, if it has one and this engine has had neither a step nor a request; else ""."""
     def continue_checkpoint(self) -> str: ...
     def continue_wake(self, wait: str = 'none', wanted: Sequence[int] = [], skipped: Sequence[int] = []) -> dict:
-        """After an early wake, between two steps: which blocks have arrived. They are released to the engine."""
+        """After a post-copy wake, between two steps: which blocks have arrived. They are released to the engine."""
     def end_checkpoint(self) -> dict: ...
     def end_hold(self, keep: bool) -> None:
         """After wake_up with hold: lets the engine run, or throws away what was restored."""

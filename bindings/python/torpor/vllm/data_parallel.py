@@ -235,7 +235,7 @@ class Ranks:
 
     async def _wake_up(self, method: str, options: dict) -> dict:
         if options.get("early"):
-            raise Unsupported("an early wake of data parallel ranks", "wake them without early")
+            raise Unsupported("a post-copy wake of data parallel ranks", "wake them without early")
         if "from_checkpoint" not in options:
             options = options | {"others_wait": self._have_requests}
             replies = await self._ask(method, [options] * self._size)

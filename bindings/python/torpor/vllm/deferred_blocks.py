@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After an early wake: KV blocks of the prefix cache whose content still comes back, while the engine runs.
+"""After a post-copy wake: KV blocks of the prefix cache whose content still comes back, while the engine runs.
 
-No step is made up in another way than without a sleep: vLLM decides as ever which blocks a prompt finds and which are
-given out. Before a step may read one of these blocks, it waits for it. One that is given out for other content is first
-no longer copied to.
+vLLM decides as without a sleep which requests a step has, which blocks a prompt hits and which blocks it gives out. A
+step that reads a deferred block waits for it first. If vLLM gives a deferred block out for other content, the copy into
+it is cancelled or ended first.
 """
 
 from __future__ import annotations

@@ -291,13 +291,13 @@ class EngineSide:
         except Error as problem:
             return problem
         if self.hooks.scheduler.connector is not None:
-            return Unsupported("an early wake beside a KV connector", "wake it without early")
+            return Unsupported("a post-copy wake beside a KV connector", "wake it without early")
         if compute_for_each_other(self.hooks.core.vllm_config):
-            return Unsupported("an early wake of data parallel ranks", "wake them without early")
+            return Unsupported("a post-copy wake of data parallel ranks", "wake them without early")
         return None
 
     def continue_wake(self, options: dict) -> dict:
-        """What has become of the blocks of the last early wake; waits as it is told (engine/sleep_controller.h)."""
+        """Return what has become of the deferred blocks of the last wake; wait as told (engine/sleep_controller.h)."""
         self.controller.continue_wake(options.get("wait", "none"))
         return self._deferred()
 

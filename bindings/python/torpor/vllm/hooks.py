@@ -52,7 +52,7 @@ class VllmHooks:
         self.sessions: Sessions | None = None  # set by the engine side that has these hooks, as is the next
         self.forks: Forks | None = None
         self.weights_epoch = 0  # how often KV from before was dropped or became that of other weights
-        self.deferred: DeferredBlocks | None = None  # of the last early wake
+        self.deferred: DeferredBlocks | None = None  # of the last post-copy wake
         self.for_new_process = False  # the next unsupported() is asked for a checkpoint, or for a wake from one
         self.bound: list[dict] = []  # requests of the last capture() that no checkpoint can hold: id, and why
         self._asked: Future | None = None  # the answers that the next unsupported() looks at, on their way

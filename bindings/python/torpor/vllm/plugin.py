@@ -29,7 +29,7 @@ _unknown_fields: list[str] = []  # of vLLM, which a checkpoint would lack
 _parts: dict[str, str | None] = {}  # each part that was checked besides the engine's: None, or why it is off
 _TIERS = {"portable": "hibernate"}  # parts of the manifest whose tier has another name
 # What an engine is without where a tier is off.
-_MEANING = {"early_wake": "early wakes", "new_process": "checkpoints and new processes"}
+_MEANING = {"early_wake": "post-copy wakes", "new_process": "checkpoints and new processes"}
 
 
 def register() -> None:

@@ -40,7 +40,7 @@ _adds: ContextVar[bool] = ContextVar("torpor_adds", default=False)  # within add
 HANDED_OVER = "the server has handed over its requests to the next one"
 ABORTS_NOTHING = "the server ends, and the next one goes on with its requests"
 _WAIT_SECONDS = 0.01  # between looks whether requests have ended
-_LATE_SECONDS = 0.5  # between looks whether an early wake is over
+_LATE_SECONDS = 0.5  # between looks whether a post-copy wake is over
 
 # A new process would meet the same: the checkpoint, the directory, the key or the configuration is what has to change.
 _RESTART_CANNOT_HELP = (

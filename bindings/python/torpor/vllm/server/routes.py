@@ -127,7 +127,7 @@ def routes() -> APIRouter:
             [semantics.md](semantics.md#waking).
         weights_changed: `true` is `kv=recompute`.
         early: with `true` it answers, and requests go on, before cached prefixes are back. See
-            [semantics.md](semantics.md#an-early-wake).
+            [semantics.md](semantics.md#a-post-copy-wake).
         swap_in_from: path of a swap channel. The server that a `POST /swap` was sent to gives it.
         """
 

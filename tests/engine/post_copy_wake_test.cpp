@@ -20,15 +20,15 @@ namespace {
 using namespace test;
 using namespace reference;
 
-struct EarlyVariant {
+struct WakeVariant {
   int ranks;
   bool to_disk;
-  friend void PrintTo(const EarlyVariant& variant, std::ostream* out) {
+  friend void PrintTo(const WakeVariant& variant, std::ostream* out) {
     *out << variant.ranks << " ranks, to " << (variant.to_disk ? "disk" : "host");
   }
 };
 
-class EarlyWake : public ::testing::TestWithParam<EarlyVariant> {
+class PostCopyWake : public ::testing::TestWithParam<WakeVariant> {
  protected:
   std::unique_ptr<SleepingEngine> make_asleep() const {
     auto made = std::make_unique<SleepingEngine>(linux_file_system(), directory_.path(),
@@ -106,11 +106,11 @@ class EarlyWake : public ::testing::TestWithParam<EarlyVariant> {
 
   TemporaryDirectory directory_;
 };
-INSTANTIATE_TEST_SUITE_P(Ways, EarlyWake,
-                         ::testing::Values(EarlyVariant{1, false}, EarlyVariant{1, true}, EarlyVariant{2, false},
-                                           EarlyVariant{2, true}));
+INSTANTIATE_TEST_SUITE_P(Ways, PostCopyWake,
+                         ::testing::Values(WakeVariant{1, false}, WakeVariant{1, true}, WakeVariant{2, false},
+                                           WakeVariant{2, true}));
 
-TEST_P(EarlyWake, I10RequestsRunOneAfterTheOtherAsTheirBlocksArrive) {
+TEST_P(PostCopyWake, I10RequestsRunOneAfterTheOtherAsTheirBlocksArrive) {
   Engine engine = make();
   begin(engine);
   const SleepReport slept = sleep(engine);
@@ -137,7 +137,7 @@ TEST_P(EarlyWake, I10RequestsRunOneAfterTheOtherAsTheirBlocksArrive) {
   EXPECT_EQ(engine.engine->pool().info().shared, 0);
 }
 
-TEST_P(EarlyWake, I10ASecondSleepInTheMiddleWaitsForTheRest) {
+TEST_P(PostCopyWake, I10ASecondSleepInTheMiddleWaitsForTheRest) {
   const auto tokens = expected(make());
   for (const int arrived : {0, 1, 5}) {
     SCOPED_TRACE(arrived);
@@ -171,7 +171,7 @@ TEST_P(EarlyWake, I10ASecondSleepInTheMiddleWaitsForTheRest) {
   }
 }
 
-TEST_P(EarlyWake, I5WhatDoesNotArriveIsComputedAgainAndNothingElse) {
+TEST_P(PostCopyWake, I5WhatDoesNotArriveIsComputedAgainAndNothingElse) {
   const auto tokens = expected(make());
   Ids computed_again;
   for (int arrived = 0; arrived < 12; ++arrived) {
@@ -201,7 +201,7 @@ TEST_P(EarlyWake, I5WhatDoesNotArriveIsComputedAgainAndNothingElse) {
   EXPECT_EQ(computed_again, (Ids{"b", "c", "d"}));
 }
 
-TEST_P(EarlyWake, I8ADamagedBlockOnDiskIsSeenWhenItComes) {
+TEST_P(PostCopyWake, I8ADamagedBlockOnDiskIsSeenWhenItComes) {
   if (!GetParam().to_disk) return;
   Engine engine = make();
   begin(engine);
@@ -236,7 +236,7 @@ TEST_P(EarlyWake, I8ADamagedBlockOnDiskIsSeenWhenItComes) {
   EXPECT_EQ(engine.tokens, expected(make()));
 }
 
-TEST_P(EarlyWake, I3AnUnprovenCopyKeepsItsBlockForEver) {
+TEST_P(PostCopyWake, I3AnUnprovenCopyKeepsItsBlockForEver) {
   Engine engine = make();
   begin(engine);
   (void)sleep(engine);
@@ -256,7 +256,7 @@ TEST_P(EarlyWake, I3AnUnprovenCopyKeepsItsBlockForEver) {
   kept->push_back(std::move(engine));
 }
 
-TEST_P(EarlyWake, S9LateBlocksAreNeitherReadNorEvicted) {
+TEST_P(PostCopyWake, S9DeferredBlocksAreNeitherReadNorEvicted) {
   ReferenceOptions small = options();
   small.num_blocks = 14;
   Engine engine = make(small);
@@ -287,7 +287,7 @@ TEST_P(EarlyWake, S9LateBlocksAreNeitherReadNorEvicted) {
   EXPECT_EQ(engine.tokens, reference.tokens);
 }
 
-TEST_P(EarlyWake, I7WhereverTheDeviceFailsTheWakeIsUndoneOrWhatCameLateIsComputedAgain) {
+TEST_P(PostCopyWake, I7WhereverTheDeviceFailsTheWakeIsUndoneOrWhatCameLateIsComputedAgain) {
   const auto tokens = expected(make());
   int undone = 0;
   for (uint64_t n = 1;; ++n) {
@@ -314,7 +314,7 @@ TEST_P(EarlyWake, I7WhereverTheDeviceFailsTheWakeIsUndoneOrWhatCameLateIsCompute
   EXPECT_GT(undone, 3);
 }
 
-TEST_P(EarlyWake, WhereWeightsAreToBeLoadedOrKvIsDroppedAllIsBackFirst) {
+TEST_P(PostCopyWake, WhereWeightsAreToBeLoadedOrKvIsDroppedAllIsBackFirst) {
   for (const Weights weights : {Weights::kReload, Weights::kStore}) {
     Engine engine = make();
     begin(engine);
@@ -336,7 +336,7 @@ TEST_P(EarlyWake, WhereWeightsAreToBeLoadedOrKvIsDroppedAllIsBackFirst) {
   }
 }
 
-TEST_P(EarlyWake, AnEngineThatCannotHoldBlocksBackWakesWhole) {
+TEST_P(PostCopyWake, AnEngineThatCannotHoldBlocksBackWakesWhole) {
   SleepingEngine slept(linux_file_system(), directory_.path(), {.ranks = GetParam().ranks});
   add_example_requests(slept.engine);
   slept.engine.step();
@@ -345,7 +345,7 @@ TEST_P(EarlyWake, AnEngineThatCannotHoldBlocksBackWakesWhole) {
   EXPECT_EQ(finish(slept.engine), uninterrupted({.ranks = GetParam().ranks}));
 }
 
-TEST_P(EarlyWake, AfterOneThatDroppedTheKvAndFailedNothingIsDeferred) {
+TEST_P(PostCopyWake, AfterOneThatDroppedTheKvAndFailedNothingIsDeferred) {
   const auto slept = make_asleep();
   slept->engine.fail_hook("rank finish");
   EXPECT_FAILS(slept->controller.wake_up({.old_kv = OldKv::kRecompute}), Code::kInternal, "rank finish");
@@ -354,7 +354,7 @@ TEST_P(EarlyWake, AfterOneThatDroppedTheKvAndFailedNothingIsDeferred) {
   EXPECT_EQ(finish(slept->engine), uninterrupted({.ranks = GetParam().ranks}));
 }
 
-TEST_P(EarlyWake, I7WhateverHookOrOrderFailsItIsUndoneOrCanBeRepeated) {
+TEST_P(PostCopyWake, I7WhateverHookOrOrderFailsItIsUndoneOrCanBeRepeated) {
   const TestEngine::Tokens tokens = uninterrupted({.ranks = GetParam().ranks});
   for (const char* hook : {"rank restore", "reconnect", "hold_blocks", "rank finish"}) {
     SCOPED_TRACE(hook);
@@ -422,7 +422,7 @@ TEST_P(EarlyWake, I7WhateverHookOrOrderFailsItIsUndoneOrCanBeRepeated) {
 }
 
 // On a thread of their own, in whatever order that takes.
-TEST_P(EarlyWake, BlocksComeBehindAnEngineThatDoesNotAskOrIsGone) {
+TEST_P(PostCopyWake, BlocksComeBehindAnEngineThatDoesNotAskOrIsGone) {
   ReferenceOptions threads = options();
   threads.deferred_thread = true;
   const auto tokens = expected(make());
@@ -439,7 +439,7 @@ TEST_P(EarlyWake, BlocksComeBehindAnEngineThatDoesNotAskOrIsGone) {
   }
 }
 
-TEST_P(EarlyWake, NothingElseIsDoneWithMemoryThatIsWrittenInto) {
+TEST_P(PostCopyWake, NothingElseIsDoneWithMemoryThatIsWrittenInto) {
   Engine engine = make();
   begin(engine);
   (void)sleep(engine);
@@ -457,7 +457,7 @@ TEST_P(EarlyWake, NothingElseIsDoneWithMemoryThatIsWrittenInto) {
   EXPECT_GT(memory.ledger().tags.at("kv_cache").physical_bytes, 0u);
 }
 
-TEST_P(EarlyWake, WhatIsWantedComesNextAndWhatIsForgoneNotAtAll) {
+TEST_P(PostCopyWake, WhatIsWantedComesNextAndWhatIsForgoneNotAtAll) {
   std::vector<int32_t> ids;  // in their order
   for (const bool learns : {true, false}) {
     Engine engine = make();

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An early wake: cached KV blocks come back while the engine runs, and no token is another one for it.
+"""A post-copy wake: cached KV blocks come back while the engine runs, and no token is another one for it.
 
 What comes late moves here only when somebody waits for it, a block at a time.
 """
