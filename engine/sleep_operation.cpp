@@ -47,9 +47,10 @@ struct SleepOperation::Step {
 };
 
 // The phases of a sleep. Their names are in recordings and metrics, so two old ones stay although they mislead:
-//   commit  write_state(): writes the state into a checkpoint under construction. Nothing is committed: until "verify"
-//           has ended, the destructor of pending_ removes the checkpoint.
-//   verify  verify(): checks that all was saved, and to disk commits the checkpoint by renaming it.
+//   commit  write_state(): writes the state into a checkpoint under construction. Nothing is committed: if the sleep
+//           fails before "verify", the destructor of pending_ removes the checkpoint.
+//   verify  verify(): to disk, writes the manifest and renames the checkpoint, which commits it. To host memory it does
+//           nothing: "save" took the digest of each chunk.
 const std::array<SleepOperation::Step, SleepOperation::kSteps> SleepOperation::steps_ = {{
     // phase     wanted                              take                          undo
     {"quiesce", &SleepOperation::always, &SleepOperation::quiesce, &SleepOperation::resume},
