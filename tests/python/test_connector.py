@@ -494,7 +494,7 @@ def test_counters_and_gauges_reach_prometheus():
     assert 'torpor_offload_load_seconds_count{engine="0"} 8.0' in text
 
 
-def test_where_the_word_of_a_key_space_cannot_be_kept_nothing_is_found_again(tmp_path):
+def test_where_the_epoch_of_a_namespace_cannot_be_kept_nothing_is_found_again(tmp_path):
     (tmp_path / "file").touch()
     words = [_core.renew_cache_epoch(str(tmp_path / "file")), _core.cache_epoch(str(tmp_path / "file"))]
     assert words[0] != words[1] != ""

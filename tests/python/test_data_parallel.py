@@ -436,16 +436,16 @@ def test_ranks_with_experts_stand_before_one_sleeps_and_go_on_when_none_does(ran
     asyncio.run(ranks.call("sleep", TO_DISK))
     asyncio.run(ranks.call("wake_up", {}))
     assert [core.asked for core in ranks.cores] == [
-        ["stand", "freeze", "is_quiet", "sleep", ("end_sleep", True), "is_quiet", "wake_up", "is_quiet"]
+        ["stop_ranks", "freeze", "is_quiet", "sleep", ("end_sleep", True), "is_quiet", "wake_up", "is_quiet"]
     ] * 2
     ranks.cores[0].quiet = False  # one of them is still asleep
     asyncio.run(ranks.call("wake_up", {}))
-    assert all("go_on" not in core.asked for core in ranks.cores)
+    assert all("restart_ranks" not in core.asked for core in ranks.cores)
     ranks.cores[1].quiet = False
     asyncio.run(ranks.call("wake_up", {}))
-    assert [core.asked[-3:] for core in ranks.cores] == [["wake_up", "is_quiet", "go_on"]] * 2
+    assert [core.asked[-3:] for core in ranks.cores] == [["wake_up", "is_quiet", "restart_ranks"]] * 2
     asyncio.run(ranks.call("freeze", {}))
-    assert [core.asked[-4:] for core in ranks.cores] == [["stand", "freeze", "is_quiet", "go_on"]] * 2
+    assert [core.asked[-4:] for core in ranks.cores] == [["stop_ranks", "freeze", "is_quiet", "restart_ranks"]] * 2
 
 
 @with_experts
@@ -456,7 +456,7 @@ def test_a_part_of_the_ranks_with_experts_does_not_wait_for_the_others_to_stand(
     for method in ("freeze", "sleep"):
         with pytest.raises(errors.Unsupported, match="2 of 4 ranks"):
             asyncio.run(ranks.call(method, TO_DISK))
-    assert all("stand" not in core.asked for core in ranks.cores)
+    assert all("stop_ranks" not in core.asked for core in ranks.cores)
     assert asyncio.run(ranks.call("is_quiet", {})) is not None  # nothing waits for them
 
 
@@ -468,10 +468,11 @@ def test_ranks_with_experts_go_on_when_one_cannot_sleep(ranks):
     with pytest.raises(errors.NotEnoughRoom):
         asyncio.run(ranks.call("sleep", TO_DISK))
     assert [core.asked for core in ranks.cores] == [
-        ["stand", "sleep", ("end_sleep", False), "is_quiet", "go_on"], ["stand", "sleep", "is_quiet", "go_on"]
+        ["stop_ranks", "sleep", ("end_sleep", False), "is_quiet", "restart_ranks"],
+        ["stop_ranks", "sleep", "is_quiet", "restart_ranks"],
     ]  # fmt: skip
     asyncio.run(ranks.call("drain", {}))
-    assert ranks.cores[0].asked[-1] == "drain"  # what only runs on needs nobody to stand
+    assert ranks.cores[0].asked[-1] == "drain"  # what only runs on needs no rank to stop
 
 
 def test_a_wake_that_fails_on_one_rank_says_which_are_awake(ranks):

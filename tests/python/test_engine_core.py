@@ -53,7 +53,7 @@ def test_a_call_of_the_workers_that_times_out_makes_no_other_call(core):
     with pytest.raises(errors.WrongState, match=r"collective_rpc\('my_method'\) timed out") as refused:
         VllmHooks(core).call_ranks(b"order")
     assert refused.value.next_step == "restart the engine"
-    assert len(core.model_executor.calls) == 1 and weight_updates.take_doubt(core)
+    assert len(core.model_executor.calls) == 1 and weight_updates.take_weights_maybe_written(core)
 
 
 class Channel:
@@ -91,7 +91,7 @@ class OfRank:
     def add_lora(self, request) -> bool:
         return bool(self._answer("loaded", ValueError("No adapter found")))
 
-    def torpor_rank(self, order: bytes, doubted: bool):
+    def torpor_rank(self, order: bytes, maybe_written: bool):
         return self._answer(order.decode(), errors.DeviceError("the device is lost", native=7))
 
     def torpor_settle(self):
@@ -240,7 +240,7 @@ def test_a_failed_call_of_the_workers_makes_no_other_call(core):
     core.model_executor = Workers(RuntimeError("worker failed"))
     with pytest.raises(RuntimeError):
         core.collective_rpc("my_method")
-    assert core.model_executor.calls == [("my_method", None, ())] and weight_updates.take_doubt(core)
+    assert core.model_executor.calls == [("my_method", None, ())] and weight_updates.take_weights_maybe_written(core)
 
 
 def test_weights_that_are_written_parameter_by_parameter_cost_one_call_each(core):
@@ -249,9 +249,9 @@ def test_weights_that_are_written_parameter_by_parameter_cost_one_call_each(core
     core.collective_rpc(lambda worker: worker)
     assert len(core.model_executor.calls) == 3
     hooks = VllmHooks(core)
-    for doubted in (True, False):
+    for maybe_written in (True, False):
         hooks.call_ranks(b"order")
-        assert core.model_executor.calls[-1] == ("torpor_rank", None, (b"order", doubted))
+        assert core.model_executor.calls[-1] == ("torpor_rank", None, (b"order", maybe_written))
 
 
 def test_a_mark_that_did_not_arrive_is_sent_again(core):

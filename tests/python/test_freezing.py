@@ -121,22 +121,22 @@ class Rank:
 
 def test_pauses_of_ranks_that_stand_together_wait_for_their_requests():
     rank = Rank(PauseState.PAUSED_NEW)
-    assert rank.hooks.stand() == "all stand"
+    assert rank.hooks.stop_ranks() == "all stand"
     assert rank.is_taken_for_idle() == ["stand"] and rank.is_taken_for_idle() == ["stand"]
     rank.unfinished = 0
     assert rank.is_taken_for_idle() == ["stand", "pause"]
-    rank.hooks.go_on()
+    rank.hooks.restart_ranks()
     assert rank.pause_state is PauseState.PAUSED_NEW
 
 
 def test_a_pause_of_ranks_that_stand_holds_when_they_go_on():
     rank = Rank(PauseState.UNPAUSED)
-    rank.hooks.stand()
+    rank.hooks.stop_ranks()
     rank.set_pause_state(PauseState.PAUSED_NEW)  # as vLLM's pause does first
     assert not freezing.pause_complete(rank, None) and rank.pause_state is PauseState.PAUSED_ALL
     rank.set_pause_state(PauseState.PAUSED_ALL)
     assert freezing.pause_complete(rank, None)
-    rank.hooks.go_on()
+    rank.hooks.restart_ranks()
     assert rank.pause_state is PauseState.PAUSED_ALL
 
 
@@ -145,10 +145,10 @@ def test_a_pause_that_is_ended_while_ranks_stand_is_over_when_they_go_on():
         pass
 
     rank = Ended(PauseState.PAUSED_NEW)
-    rank.hooks.stand()
+    rank.hooks.stop_ranks()
     rank.resume_scheduler()
     assert rank.pause_state is PauseState.PAUSED_ALL  # they stand all the same
-    rank.hooks.go_on()
+    rank.hooks.restart_ranks()
     assert rank.pause_state is PauseState.UNPAUSED
 
 

@@ -16,7 +16,7 @@ from test_failures import flip
 from torpor import _core
 from torpor.errors import Error, FileError, InvalidArgument, Unsupported
 from torpor.vllm import compat
-from torpor.vllm.offloading_tier import TierOptions, TorporTier, key_space
+from torpor.vllm.offloading_tier import TierOptions, TorporTier, kv_namespace
 
 from redis_server import PASSWORD, RedisServer
 
@@ -185,10 +185,10 @@ def test_engines_whose_blocks_lie_otherwise_share_none():
         canonical_layout=False, replicated_layout=False, kv_cache_layout="LBNHC",
     )  # fmt: skip
     spec, options = SimpleNamespace(config=config, blocks_per_chunk=1), TierOptions.of({"kv_store": "redis://h"})
-    one = key_space(spec, options)
-    assert one == key_space(spec, options)
+    one = kv_namespace(spec, options)
+    assert one == kv_namespace(spec, options)
     config.kv_cache_layout = "LBHNC"
-    assert one != key_space(spec, options)
+    assert one != kv_namespace(spec, options)
 
 
 def test_a_disk_that_fails_at_the_end_does_not_keep_vllms_memory():

@@ -208,8 +208,8 @@ def test_ranks_that_stood_together_turn_new_requests_away_as_before():
     scheduler.set_pause_state = lambda state: setattr(scheduler, "pause_state", state)
     core = Core(scheduler=scheduler, reject_new_requests=True, _idle_state_callbacks=[])
     hooks = VllmHooks(core)
-    hooks.stand()
-    hooks.go_on()
+    hooks.stop_ranks()
+    hooks.restart_ranks()
     assert seen(core) == PAUSED and not scheduler.torpor_frozen
 
 

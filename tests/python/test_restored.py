@@ -229,7 +229,7 @@ def test_how_images_become_inputs_is_part_of_keys_and_fingerprint(one, monkeypat
     worker = core.model_executor.driver_worker.worker
 
     def described() -> tuple[str, dict]:
-        return fingerprint.key_space(worker), core.torpor_call("fingerprint", {})["result"]
+        return fingerprint.kv_namespace(worker), core.torpor_call("fingerprint", {})["result"]
 
     of_text = described()
     assert "multimodal" not in of_text[0] and "multimodal_inputs" not in of_text[1]

@@ -102,7 +102,7 @@ def play(monkeypatch, directory, scene, **settings) -> None:
         async def checkpoint(_side, _values, stay) -> dict:
             assert stay and server.state == "handing over"
             stops.append("stopped")
-            return report(checkpoint="g-000001", checkpoint_bytes=1, stands_since=0.0, requests=1)
+            return report(checkpoint="g-000001", checkpoint_bytes=1, stopped_since=0.0, requests=1)
 
         async def go_on(_side) -> None:
             stops.append("goes on")

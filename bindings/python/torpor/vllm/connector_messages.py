@@ -26,7 +26,7 @@ class Orders(KVConnectorMetadata):
     adopted: bytes | None = None  # of what they recovered
     space: tuple[int, str, str] | None = None  # a namespace that begins: number, and the words in its names
     plan: bytes | None = None
-    weights_doubted: bool = False  # before that namespace: somebody may have written them
+    weights_maybe_written: bool = False  # before that namespace: somebody may have written them
     within_step: list[str] = field(default_factory=list)  # requests whose loads end before the step's forward pass
     adapter: dict | None = None  # a LoRA adapter that workers read and report, as adapters.to_value() has it
     wait_seconds: float = 0  # the step computes nothing: the most time to wait for a transfer that ends

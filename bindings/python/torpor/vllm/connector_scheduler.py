@@ -63,7 +63,7 @@ class SchedulerSide:
         # Steps in flight, from the first with such a load on: the blocks of each request that computes, by its id.
         self._computing: dict[int, dict[str, list]] = {}
         self._last_loading_step = 0  # that had such a load
-        self.weights_doubted = False  # somebody may have written them unseen since the last namespace began
+        self.weights_maybe_written = False  # somebody may have written them unseen since the last namespace began
         self.slots = None  # who tells where requests stand (slots.py); None: nobody listens
         self.steps = 0
         self.recovered_blocks = 0
@@ -263,7 +263,7 @@ class SchedulerSide:
     def _orders(self, plan: bytes | None) -> Orders:
         orders = Orders(self.steps, self._adopted, self._space, plan)
         if self._space is not None:
-            orders.weights_doubted, self.weights_doubted = self.weights_doubted, False
+            orders.weights_maybe_written, self.weights_maybe_written = self.weights_maybe_written, False
         self._adopted = self._space = None
         if self.adapters is not None:
             orders.adapter = self.adapters.take_wanted()
@@ -296,7 +296,7 @@ class SchedulerSide:
         if self.adapters is not None:
             self.adapters.invalidate(self.steps)
         else:
-            self.weights_doubted = True  # keys name them, and nothing tells their contents apart
+            self.weights_maybe_written = True  # keys name them, and nothing tells their contents apart
 
     def reset(self) -> bool:
         """What the tiers have is found by nobody any more, after a restart neither."""

@@ -37,7 +37,7 @@ def notice_new_weights(core, declared: bool = False, by_content: bool = False) -
     side = side_of(getattr(core, "scheduler", None))
     if side is None or side.core is None or side.begins_namespace():
         return
-    looks = by_content and side.weights_doubted and not side.kept
+    looks = by_content and side.weights_maybe_written and not side.kept
     try:
         worker_answers.check_answered(core)
         changed = declared or any(core.collective_rpc("torpor_weights_changed", args=(looks,)))
@@ -47,7 +47,7 @@ def notice_new_weights(core, declared: bool = False, by_content: bool = False) -
     if changed:
         side.new_weights()
     elif looks:  # all ranks have just hashed them
-        side.weights_doubted = core.torpor_weights_doubted = False
+        side.weights_maybe_written = core.torpor_weights_maybe_written = False
 
 
 def is_alone(scheduler) -> bool:

@@ -11,7 +11,7 @@ from torpor.vllm import adapters, connector_groups, worker
 from torpor.vllm.connector_begin_again import GeneratorStates
 from torpor.vllm.connector_messages import Orders, RankIsReady, Report
 from torpor.vllm.connector_options import ConnectorOptions, keys_have_adapters, storage_options
-from torpor.vllm.fingerprint import key_space
+from torpor.vllm.fingerprint import kv_namespace
 from torpor.vllm.options import Options
 from torpor.vllm.support import rank_of
 from torpor.vllm.worker_memory import WorkerMemory
@@ -97,7 +97,7 @@ class WorkerSide:
         )
         folder = options.disk_folder
         if folder is not None or options.kv_store is not None:
-            self._space = key_space(mine)
+            self._space = kv_namespace(mine)
         self._open_space(core, _FIRST_SPACE, "" if folder is None else _core.cache_epoch(folder), "")
         return RankIsReady(core.sizes(), b"" if folder is None else core.recover(_FIRST_SPACE))
 
@@ -127,7 +127,7 @@ class WorkerSide:
             mine.synchronize_device()  # a step without kernels: its report would not prove that others are over
         if orders.adopted is not None:
             self.core.adopt(orders.adopted)
-        if orders.weights_doubted and self._memory is not None:
+        if orders.weights_maybe_written and self._memory is not None:
             self._memory.rank_memory.invalidate_digest("weights")
         if orders.space is not None:
             self._open_space(self.core, *orders.space)

@@ -48,7 +48,7 @@ class Ranks:
         self._woken_set: dict | None = None  # until its requests run
         self._one_at_a_time = asyncio.Lock()
         self._with_experts = compute_for_each_other(vllm_config) and vllm_config.model_config.is_moe
-        self._standing = False
+        self._ranks_stopped = False
         self._have_requests = False  # when they last fell asleep, on any of them
 
     async def call(self, method: str, options: dict):
@@ -69,13 +69,13 @@ class Ranks:
                 return await self._ask_all(special, method, options)
             try:
                 if method in special:
-                    await self._stand()
+                    await self._stop_ranks()
                 return await self._ask_all(special, method, options)
             finally:
-                await self._go_on()
+                await self._restart_ranks()
 
-    async def _stand(self) -> None:
-        if not self._standing:
+    async def _stop_ranks(self) -> None:
+        if not self._ranks_stopped:
             # Otherwise the others would compute on, and these would wait for them for ever.
             if self._size < self._parallel.data_parallel_size:
                 raise Unsupported(
@@ -83,13 +83,13 @@ class Ranks:
                     f"{self._parallel.data_parallel_size} ranks are behind this AsyncLLM",
                     "use one with all ranks behind it, which stops them together",
                 )
-            self._standing = True
-            _all(await self._ask("stand", [{}] * self._size))
+            self._ranks_stopped = True
+            _all(await self._ask("stop_ranks", [{}] * self._size))
 
-    async def _go_on(self) -> None:
-        if self._standing and not any(_all(await self._ask("is_quiet", [{}] * self._size))):
-            _all(await self._ask("go_on", [{}] * self._size))
-            self._standing = False
+    async def _restart_ranks(self) -> None:
+        if self._ranks_stopped and not any(_all(await self._ask("is_quiet", [{}] * self._size))):
+            _all(await self._ask("restart_ranks", [{}] * self._size))
+            self._ranks_stopped = False
 
     async def _ask_all(self, special: dict, method: str, options: dict):
         if method in special:
@@ -120,8 +120,8 @@ class Ranks:
         replies = await self._ask(method, [options] * self._size)
         if any(isinstance(reply, BaseException) for reply in replies):
             await self._ask("unfreeze", [{}] * self._size)
-        stand = _all(replies)
-        return _one_to_sleep(stand) | {"sent": self._merged([rank["sent"] for rank in stand])}
+        frozen = _all(replies)
+        return _one_to_sleep(frozen) | {"sent": self._merged([rank["sent"] for rank in frozen])}
 
     async def _sent(self, method: str, options: dict) -> dict[str, int]:
         return self._merged(_all(await self._ask(method, [options] * self._size)))

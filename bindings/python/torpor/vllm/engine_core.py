@@ -28,23 +28,24 @@ from torpor.vllm.preemptions import Preemptions
 from torpor.vllm.sessions import Sessions
 from torpor.vllm.slots import begin_events
 from torpor.vllm.support import compute_for_each_other, may_extend
-from torpor.vllm.weight_updates import Updates, invalidate_adapters, doubt_kv, doubt_weights_after
+from torpor.vllm.weight_updates import Updates, advance_weights_epoch, invalidate_adapters, note_weights_maybe_written
 from torpor.vllm.worker_answers import note_timeout
 
-_STANDING = ("freeze", "sleep", "checkpoint", "wake_up")  # of ranks that compute for each other: only if all stand
+# Methods that ranks which compute for each other run only while all of them are stopped.
+_ALL_STOPPED = ("freeze", "sleep", "checkpoint", "wake_up")
 # Methods of EngineSide that a front end may call.
 _METHODS = frozenset({
     "drain", "end_drain", "freeze", "sent", "unfreeze", "sleep", "end_sleep", "wake_up", "end_hold", "checkpoint",
-    "fingerprint", "plan_sleep", "ledger", "state", "begin_weight_update", "end_weight_update", "stand", "is_quiet",
-    "go_on", "begin_checkpoint", "continue_checkpoint", "take_checkpoint", "end_checkpoint", "cancel_checkpoint",
-    "continue_wake", "check_directory", "checkpoint_to_wake", "hibernate", "resume_image", "images",
-    "undo_hibernate", "store_image", "wake_portable", "end_portable", "fork", "end_fork", "keep_derived",
+    "fingerprint", "plan_sleep", "ledger", "state", "begin_weight_update", "end_weight_update", "is_quiet",
+    "stop_ranks", "restart_ranks", "begin_checkpoint", "continue_checkpoint", "take_checkpoint", "end_checkpoint",
+    "cancel_checkpoint", "continue_wake", "check_directory", "checkpoint_to_wake", "hibernate", "resume_image",
+    "images", "undo_hibernate", "store_image", "wake_portable", "end_portable", "fork", "end_fork", "keep_derived",
     "session_call", "session_answer", "session_views", "session_tenants",
 })  # fmt: skip
 # Those of _METHODS that change nothing, or end something: they are called also before a portable wake, or a fork, has
 # ended.
 _DURING_HOLD = frozenset({
-    "end_portable", "end_fork", "unfreeze", "end_drain", "is_quiet", "go_on", "fingerprint", "ledger", "state",
+    "end_portable", "end_fork", "unfreeze", "end_drain", "is_quiet", "restart_ranks", "fingerprint", "ledger", "state",
     "images", "cancel_checkpoint", "check_directory", "checkpoint_to_wake", "undo_hibernate", "store_image",
     "session_answer", "session_views", "session_tenants",
 })  # fmt: skip
@@ -111,14 +112,14 @@ class EngineSide:
         if self.held_by() is None and not self.controller.is_sleeping():
             self.hooks.resume()
 
-    def stand(self, _: dict) -> Future | None:
-        return None if self.hooks.standing else self.hooks.stand()
+    def stop_ranks(self, _: dict) -> Future | None:
+        return None if self.hooks.ranks_stopped else self.hooks.stop_ranks()
 
     def is_quiet(self, _: dict) -> bool:
         return self.hooks.is_quiet
 
-    def go_on(self, _: dict) -> None:
-        self.hooks.go_on()
+    def restart_ranks(self, _: dict) -> None:
+        self.hooks.restart_ranks()
 
     def drain(self, options: dict) -> int:
         """Before a sleep with these options: how many requests have still to end. Called until none has."""
@@ -212,9 +213,9 @@ class EngineSide:
         """
         if not options.get("stay"):
             return {}
-        since = self.hooks.stands_since
+        since = self.hooks.stopped_since
         self.freeze({})
-        return {"stands_since": since}
+        return {"stopped_since": since}
 
     def begin_checkpoint(self, options: dict) -> None:
         """One that is written while the engine serves (engine/sleep_controller.h)."""
@@ -440,8 +441,8 @@ class EngineCoreMixin(Stock):
         if method not in _METHODS:
             return {"error": InvalidArgument(f"torpor has no method {method!r}").to_dict()}
         try:
-            if method in _STANDING and compute_for_each_other(self.vllm_config):
-                _check_that_all_stand(self)
+            if method in _ALL_STOPPED and compute_for_each_other(self.vllm_config):
+                _check_that_all_stopped(self)
             side = _side(self)
             if method not in _DURING_HOLD and (what := side.held_by()) is not None:
                 raise WrongState(f"{what} is under way", "call this again when it has ended")
@@ -461,7 +462,7 @@ class EngineCoreMixin(Stock):
                 note_timeout(self, method)
             raise
         finally:
-            doubt_weights_after(self, method)
+            note_weights_maybe_written(self, method)
 
     def add_lora(self, lora_request) -> bool:
         try:
@@ -480,7 +481,7 @@ class EngineCoreMixin(Stock):
 
         `reset_running_requests`: those that do not run and have KV, such as children of a fork, lose it too.
         """
-        doubt_kv(self)
+        advance_weights_epoch(self)
         _finish_loads(self, of_requests=reset_running_requests)
         if reset_running_requests and connector_sleep.brings_kv(self.scheduler):
             connector_sleep.take_back_waiting(self.scheduler)
@@ -499,7 +500,7 @@ class EngineCoreMixin(Stock):
 
     def resume_scheduler(self) -> None:
         side = getattr(self, "torpor_side", None)
-        if side is not None and side.hooks.standing:  # all ranks go on together: VllmHooks.go_on()
+        if side is not None and side.hooks.ranks_stopped:  # all restart together: VllmHooks.restart_ranks()
             side.hooks.end_pause()
             return
         super().resume_scheduler()
@@ -592,8 +593,8 @@ def _finish_loads(core, of_requests: bool) -> None:
         _side(core).hooks.other_connector.end_transfers()
 
 
-def _check_that_all_stand(core) -> None:
-    if not hasattr(core, "torpor_side") or not core.torpor_side.hooks.standing:
+def _check_that_all_stopped(core) -> None:
+    if not hasattr(core, "torpor_side") or not core.torpor_side.hooks.ranks_stopped:
         raise Unsupported(
             "data parallelism with experts: an engine that stands still keeps computing empty batches for the others",
             "use AsyncLLM with all ranks behind it, which stops them together",

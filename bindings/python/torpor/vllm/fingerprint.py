@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything besides the weights that must be equal for tokens to be equal; compared field by field on wake."""
+"""The fingerprint of an engine: what its tokens depend on besides the bytes of the weights. A wake compares it field by
+field. Some fields may differ: checkpoint/engine_checkpoint.h."""
 
 from __future__ import annotations
 
@@ -90,9 +91,9 @@ def _processor_file(model, name: str) -> object:
         return _core.digest(text)
 
 
-def key_space(worker) -> str:
-    """All that the bytes of a rank's KV blocks depend on besides its weights and what their keys are made of, and how
-    those are made. Taken once: the seed of the hashes is another one as long as the engine begins.
+def kv_namespace(worker) -> str:
+    """Return what the bytes of a rank's KV blocks depend on, besides its weights and what keys of blocks contain; and
+    how keys are made. Keep the result: while an engine starts, vLLM has another seed of hashes than later.
     """
     config, runner = worker.vllm_config, worker.model_runner
     cache = config.cache_config

@@ -32,7 +32,7 @@ def is_idle(core) -> bool:
 
 
 def _unfinished_requests(core, scheduler) -> int:
-    """Ranks that stand for each other are paused by torpor: what vLLM's users want is remembered meanwhile."""
+    """Count them under the pause that vLLM's users have set: for ranks in stop_ranks() torpor has set another one."""
     state = scheduler.pause_state
     scheduler._pause_state = core.torpor_side.hooks.wanted_pause
     try:
@@ -46,7 +46,7 @@ def notify_idle_state_callbacks(core, stock) -> None:
     if not is_frozen(core) or is_idle(core):
         stock()
     else:
-        core.torpor_side.hooks.notify_stand()
+        core.torpor_side.hooks.notify_stopped()
 
 
 def pause_complete(core, stock) -> bool:

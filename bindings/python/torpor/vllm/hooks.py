@@ -39,11 +39,11 @@ class VllmHooks:
         self.scheduler: Scheduler = core.scheduler
         self.other_connector = OtherConnector(core)
         self.falling_asleep: dict | None = None  # options of the sleep under way; perhaps it is only being prepared
-        self._before_stand = PauseState.UNPAUSED  # what go_on() puts back
-        self._stand_callback: Callable | None = None  # of the idle engine: all ranks stand
+        self._pause_before_stop = PauseState.UNPAUSED  # what restart_ranks() puts back
+        self._stopped_callback: Callable | None = None  # of the idle engine: all ranks have stopped
         self._quiet = False  # between quiesce() and resume()
-        self.standing = False  # with all other ranks, between stand() and go_on()
-        self._stands_since = 0.0
+        self.ranks_stopped = False  # with all other ranks, between stop_ranks() and restart_ranks()
+        self._stopped_since = 0.0
         self.pause_seconds = 0.0  # the last time that it went on: from the end of its last step to then
         self._before_drain: PauseState | None = None  # while running requests end and no other is begun
         self._own_weight_version: str | None = None  # of this engine, before it was restored
@@ -126,18 +126,18 @@ class VllmHooks:
         # Utilities run between steps, so no step is running now.
         if self._quiet:
             return
-        if not self.standing:
+        if not self.ranks_stopped:
             self._freeze()
         self._quiet = True
         try:
             began = time.monotonic()
             deadline = None if timeout is None else began + timeout
             self._finish_batches(deadline)
-            self._stands_since = time.monotonic()
+            self._stopped_since = time.monotonic()
             if self.sessions is not None:
                 self.sessions.settle()
             if self.other_connector.follows and self.falling_asleep is not None and self.frees_kv():
-                self.other_connector.finish_transfers(timeout and timeout - (self._stands_since - began))
+                self.other_connector.finish_transfers(timeout and timeout - (self._stopped_since - began))
                 connector_sleep.let_those_with_blocks_go_first(self.scheduler)
             self._finish_transfers(deadline, everything=self.leaves_host_memory())
             self._rpc("torpor_settle", self._frees_memory())
@@ -174,45 +174,46 @@ class VllmHooks:
         self.end_drain()
         self.scheduler.torpor_frozen = True
 
-    def stand(self) -> Future:
-        """Of ranks that compute for each other (data_parallel.py): done when all have been told and stand still.
+    def stop_ranks(self) -> Future:
+        """Stop with all ranks that compute for each other (data_parallel.py). The result is done when all have stopped.
 
-        Until then each goes on with empty batches. Then no step is under way, and none begins before all go_on().
+        Until then each takes steps with empty batches. From then on no step is under way, and none begins before all
+        ranks are in restart_ranks().
         """
         self.end_drain()
-        self._before_stand = self.scheduler.pause_state
+        self._pause_before_stop = self.scheduler.pause_state
         future = self.core.pause_scheduler("keep", False)
-        self._stand_callback = self.core._idle_state_callbacks[-1]
-        self.scheduler.torpor_frozen = self.standing = True
+        self._stopped_callback = self.core._idle_state_callbacks[-1]
+        self.scheduler.torpor_frozen = self.ranks_stopped = True
         return future
 
-    def notify_stand(self) -> None:
-        """No rank takes a step any more. Pauses from before go on waiting for their requests."""
-        callback, self._stand_callback = self._stand_callback, None
+    def notify_stopped(self) -> None:
+        """No rank takes a step any more: end stop_ranks(). Earlier pauses still wait for their requests."""
+        callback, self._stopped_callback = self._stopped_callback, None
         if callback is not None and callback in self.core._idle_state_callbacks:
             self.core._idle_state_callbacks.remove(callback)
             callback(self.core)
 
-    def go_on(self) -> None:
-        """Waits for all the others to be told."""
-        self.standing = self.scheduler.torpor_frozen = False
+    def restart_ranks(self) -> None:
+        """Undo stop_ranks(). Waits until all other ranks do the same."""
+        self.ranks_stopped = self.scheduler.torpor_frozen = False
         turned_away = pauses.turns_away(self.core)
         self.core.resume_scheduler()
-        self.scheduler.set_pause_state(self._before_stand)
+        self.scheduler.set_pause_state(self._pause_before_stop)
         pauses.turn_away(self.core, turned_away)
 
     @property
     def wanted_pause(self) -> PauseState:
         """The pause state that vLLM's users have set."""
-        if self.standing:
-            return self._before_stand
+        if self.ranks_stopped:
+            return self._pause_before_stop
         return self.scheduler.pause_state if self._before_drain is None else self._before_drain
 
     @wanted_pause.setter
     def wanted_pause(self, state: PauseState) -> None:
-        """Ranks that stand stay as they are until go_on()."""
-        if self.standing:
-            self._before_stand, state = state, PauseState.PAUSED_ALL
+        """Stopped ranks stay stopped until restart_ranks()."""
+        if self.ranks_stopped:
+            self._pause_before_stop, state = state, PauseState.PAUSED_ALL
         self.scheduler.set_pause_state(state)
 
     def _finish_batches(self, deadline: float | None) -> None:
@@ -257,8 +258,8 @@ class VllmHooks:
             return
         self._quiet = False
         self._asked = None
-        self.pause_seconds = time.monotonic() - self._stands_since
-        if not self.standing:
+        self.pause_seconds = time.monotonic() - self._stopped_since
+        if not self.ranks_stopped:
             self.scheduler.torpor_frozen = False
 
     @property
@@ -266,9 +267,9 @@ class VllmHooks:
         return self._quiet
 
     @property
-    def stands_since(self) -> float:
-        """Time, of the machine's monotonic clock, from which on the engine takes no step, or took none last."""
-        return self._stands_since
+    def stopped_since(self) -> float:
+        """Return when the engine last stopped, by the machine's monotonic clock; it may run again."""
+        return self._stopped_since
 
     def end_pause(self) -> None:
         """Let a wake end the pause that vLLM's users have set, as vLLM's wake_up() does."""
@@ -344,7 +345,7 @@ class VllmHooks:
     @property
     def kv_epoch(self) -> int:
         """Changes whenever KV that lies outside of the engine may have become that of other weights."""
-        return self.weights_epoch + getattr(self.core, "torpor_kv_doubts", 0)
+        return self.weights_epoch + getattr(self.core, "torpor_weights_epochs", 0)
 
     def abort_requests(self) -> None:
         """End all requests; the prefix cache stays."""
@@ -548,11 +549,11 @@ class VllmHooks:
         return []
 
     def call_ranks(self, order: bytes) -> list[bytes]:
-        doubted = weight_updates.take_doubt(self.core)
+        maybe_written = weight_updates.take_weights_maybe_written(self.core)
         try:
-            return self._rpc("torpor_rank", order, doubted)
+            return self._rpc("torpor_rank", order, maybe_written)
         except BaseException:
-            self.core.torpor_weights_doubted |= doubted
+            self.core.torpor_weights_maybe_written |= maybe_written
             raise
 
     def states_of_runners(self, requests: list[str]) -> list[list[dict]]:

@@ -97,7 +97,7 @@ class TierOptions:
         return options
 
 
-def key_space(spec, options: TierOptions) -> str:
+def kv_namespace(spec, options: TierOptions) -> str:
     """Return all that the bytes of a block depend on besides its key, as far as a tier can know it.
 
     vLLM's own tiers compare the same fields, without the versions and the layout of a block. The weights are known by
@@ -140,7 +140,7 @@ class TorporTier(SecondaryTierManager):
         folder = directory_of_rank(options.disk_dir, offloading_spec.config.parallel.data_parallel_index)
         self._core: _core.BlockTier | None = _core.BlockTier(
             primary_kv_view,
-            key_space(offloading_spec, options),
+            kv_namespace(offloading_spec, options),
             {
                 "rank": 0,  # a row has the bytes of all ranks
                 "directory": folder,

@@ -33,35 +33,38 @@ _STREAMING = RequestStatus.WAITING_FOR_STREAMING_REQ  # waiting, too: for the ne
 FORKED = "torpor_forked"
 MOST_FORK_STEPS = 1000
 
-# Fields of Request that are values of their own in the checkpoint, …
+# The fields of Request, by what a checkpoint does with them. Each field is in one of these lists.
+# These are values of their own in the checkpoint.
 _NEUTRAL_FIELDS = {
     "request_id", "client_index", "priority", "arrival_time", "status", "prompt_token_ids", "_output_token_ids",
     "num_computed_tokens", "num_preemptions", "max_tokens", "block_hashes", "cache_salt", "stop_reason",
     "sampling_params", "structured_output_request", "lora_request", "mm_features", "pooling_params", "prompt_embeds",
     "prompt_is_token_ids", "prefill_stats",
 }  # fmt: skip
-# … that are copied as they are, …
+# These are copied as they are.
 _ENGINE_FIELDS = (
     "next_decode_eligible_step", "last_sched_seq", "is_prefill_chunk", "shared_prefix_boundary", "replay_start",
     "num_nans_in_logits", "skip_reading_prefix_cache", "abort_immediately", "session_id", "kv_cache_report_mode",
     "num_stale_output_tokens", "drop_stale_output", "spec_token_ids", FORKED,
 )  # fmt: skip
-# of these, what says where it stands in the scheduler of its engine, and in the step under way, …
+# Of _ENGINE_FIELDS, these belong to the place of the request in the scheduler of its engine and in the current step.
 _PLACE_FIELDS = {
     "next_decode_eligible_step", "last_sched_seq", "is_prefill_chunk", "shared_prefix_boundary", "replay_start",
     "num_stale_output_tokens", "drop_stale_output", "spec_token_ids",
 }  # fmt: skip
-# … that follow from others or are made anew, …
+# These follow from others, or the new Request makes them.
 _DERIVED_FIELDS = {
     "_all_token_ids", "output_token_ids", "all_token_ids", "num_prompt_tokens", "_block_hasher", "events",
     "_prompt_embeds_per_block_hashes", kept.ATTRIBUTE,
 }  # fmt: skip
-# … and that must have this value, or no checkpoint can hold the request. What said.FIELDS are travels as it was said.
+# These must have this value; with another value no checkpoint can hold the request.
 _EMPTY_FIELDS = {"spec_decode_metrics": None, "resumable": False, "streaming_queue": None}
-_SAID = {"resumable": "prompt that comes in pieces", "streaming_queue": "pieces of its prompt"}  # of those, in words
-# Tokens that are being computed: none while the engine stands still.
+# How errors name fields of _EMPTY_FIELDS.
+_SAID = {"resumable": "prompt that comes in pieces", "streaming_queue": "pieces of its prompt"}
+# Counts of tokens that are being computed: 0 while the engine is stopped.
 _IN_FLIGHT_FIELDS = ("num_output_placeholders", "num_in_flight_tokens")
 _ODD_PARSER = "options of a reasoning parser that are no plain values"
+# said.FIELDS are in the checkpoint as the client gave them (said.py).
 _KNOWN_FIELDS = {
     *_NEUTRAL_FIELDS, *_ENGINE_FIELDS, *_DERIVED_FIELDS, *_EMPTY_FIELDS, *_IN_FLIGHT_FIELDS, *said.FIELDS,
 }  # fmt: skip
@@ -360,9 +363,10 @@ def unstarted_request(request_id: str, prompt_token_ids: list[int], sampling: di
 
 
 def drop_from_workers(checkpoint: dict) -> None:
-    """Take out of the workers' state the requests that have ended since, or go on from other tokens.
+    """Remove from the workers' state the requests that have ended since, or whose tokens then do not begin those now.
 
-    Who rolls a checkpoint forward knows their rows, and not what an adapter keeps of those without one.
+    The C++ code that rolls a checkpoint forward has removed their rows. It does not know the state that workers also
+    keep of requests without a row.
     """
     requests = {item["id"]: item for item in checkpoint["scheduler"]["requests"]}
     for worker in checkpoint["workers"]:

@@ -138,7 +138,7 @@ class Updates:
             return
         core = self._side.hooks.core
         core.collective_rpc("torpor_mark_dirty", args=("weights",))
-        doubt_kv(core)
+        advance_weights_epoch(core)
         self._retire_prefix()
         if options["version"] is not None:
             core.set_weight_version(options["version"])
@@ -166,19 +166,20 @@ class Updates:
         raise WrongState(self._open, "load them in updating_weights() first")
 
 
-def doubt_weights_after(core, method) -> None:
-    """`method` of the workers was called, whatever came of it. Who next asks about the weights tells the workers so."""
+def note_weights_maybe_written(core, method) -> None:
+    """Note that `method` of the workers was called, with or without success, and may have written weights. The next
+    order tells the workers so."""
     if isinstance(method, str) and (method.startswith("torpor_") or method in _WRITE_NO_WEIGHTS):
         if method in _WRITE_AND_SAY_SO:
-            doubt_kv(core)
+            advance_weights_epoch(core)
             invalidate_adapters(core)
             connector_sleep.notice_new_weights(core)
         return
     invalidate_adapters(core)
-    doubt_kv(core)
-    core.torpor_weights_doubted = True
+    advance_weights_epoch(core)
+    core.torpor_weights_maybe_written = True
     if (side := connector_sleep.side_of(getattr(core, "scheduler", None))) is not None:
-        side.weights_doubted = True
+        side.weights_maybe_written = True
     connector_sleep.notice_new_weights(core)
 
 
@@ -188,12 +189,13 @@ def invalidate_adapters(core) -> None:
         side.invalidate_adapters()
 
 
-def doubt_kv(core) -> None:
-    """Note that weights may have been written: KV outside of the engine may be that of others from now on."""
-    core.torpor_kv_doubts = getattr(core, "torpor_kv_doubts", 0) + 1
+def advance_weights_epoch(core) -> None:
+    """Begin another epoch of the weights, which may have been written: stored KV may be that of other weights."""
+    core.torpor_weights_epochs = getattr(core, "torpor_weights_epochs", 0) + 1
 
 
-def take_doubt(core) -> bool:
-    doubted = getattr(core, "torpor_weights_doubted", False)
-    core.torpor_weights_doubted = False
-    return doubted
+def take_weights_maybe_written(core) -> bool:
+    """Return whether the weights may have been written since the last call."""
+    maybe_written = getattr(core, "torpor_weights_maybe_written", False)
+    core.torpor_weights_maybe_written = False
+    return maybe_written

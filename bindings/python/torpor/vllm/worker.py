@@ -171,13 +171,13 @@ class WorkerMixin(Stock):
         if hasattr(self, "torpor_memory"):
             self.torpor_memory.close()
 
-    def torpor_rank(self, order: bytes, weights_doubted: bool = False) -> bytes:
+    def torpor_rank(self, order: bytes, weights_maybe_written: bool = False) -> bytes:
         """Passes an order of the controller to this rank's memory. A failure is in the reply.
 
-        weights_doubted: somebody may have written them since the order before.
+        weights_maybe_written: somebody may have written them since the order before.
         """
         memory = self.torpor_memory
-        if weights_doubted:
+        if weights_maybe_written:
             memory.rank_memory.invalidate_digest("weights")
         if getattr(self.model_runner, "kv_caches", None) and not getattr(self, "_torpor_kv_described", False):
             memory.describe_kv(self.model_runner)

@@ -132,7 +132,7 @@ class Switch:
             server.metrics.record("checkpoint", "disk", report)
             server.metrics.checkpoint_seconds.observe(time.monotonic() - began)
             server.remember(report, time.time())
-            parts = Parts(report["stands_since"])
+            parts = Parts(report["stopped_since"])
             parts.end("checkpoint")
             if not room:
                 await server.engine.sleep(1, preserve_state=True)
