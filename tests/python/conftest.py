@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[2] / "tools/demo"))
 import pytest
 import gpu_path
 from tiny_model import make_model
-from zygote import ENVIRONMENT, Zygote, shared
+from zygote import ENVIRONMENT, Zygote, shared, wait_for_orphans
 
 os.environ.update(ENVIRONMENT)
 
@@ -63,6 +63,15 @@ def pytest_collection_modifyitems(config, items):
     """Slow tests last: ending an engine in other processes takes vLLM's process groups of this one with it."""
     config.stash[COLLECTED] = [(item.path, *mark.args) for item in items for mark in item.iter_markers("feature")]
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    try:
+        return (yield)
+    finally:
+        if nextitem is not None and nextitem.path != item.path:
+            wait_for_orphans()
 
 
 def pytest_sessionfinish():

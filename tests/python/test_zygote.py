@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that is forked from the zygote (zygote.py) has what a new interpreter would have from its environment."""
+"""A process that is forked from the zygote (zygote.py) has what a new interpreter would have from its environment. What
+such a process leaves behind does not pile up."""
 
 import os
+import subprocess
+import time
+
+import psutil
+from zygote import wait_for_orphans
 
 CODE = "import builtins; print(getattr(builtins, 'customized', 'not customized'))"
 
@@ -15,3 +21,18 @@ def test_a_sitecustomize_on_its_path_is_imported(zygote, tmp_path):
     assert with_it.stdout == f"customized in {tmp_path}\n", with_it.stderr
     without = zygote.run(["-c", CODE], env=os.environ, cwd=tmp_path)
     assert without.stdout == "not customized\n", without.stderr
+
+
+def test_orphans_are_waited_for_and_what_has_just_ended_is_left_to_its_test(zygote):
+    done = zygote.run(["-c", "import subprocess; print(subprocess.Popen(['sleep', '0']).pid)"])
+    orphan = psutil.Process(int(done.stdout))
+    while orphan.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    wait_for_orphans()
+    assert orphan.is_running()
+    ours = subprocess.Popen(["sh", "-c", "exit 7"])
+    while psutil.Process(ours.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    wait_for_orphans()
+    assert not orphan.is_running()
+    assert ours.wait() == 7

@@ -171,6 +171,29 @@ def shared() -> Zygote:
     return Zygote(env=os.environ | ENVIRONMENT, with_torpor=True) if sibling is None else Zygote(sibling=int(sibling))
 
 
+_ended: set = set()  # of psutil.Process: children that had ended at the last call of wait_for_orphans()
+
+
+def wait_for_orphans() -> None:
+    """Wait for children that had ended at the last call already. The tests call this after each file.
+
+    They are what the processes of tests had started, and no test waits for them. Otherwise more than a thousand pile
+    up, and who looks through all processes, as vLLM does to end an engine, takes ever longer.
+    """
+    import psutil
+
+    now = set()
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() == psutil.STATUS_ZOMBIE:
+                now.add(child)
+    for child in now & _ended:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child.pid, os.WNOHANG)
+    _ended.clear()
+    _ended.update(now)
+
+
 # --- both sides ---
 
 
