@@ -150,7 +150,7 @@ def test_over_http_an_engine_may_wait_as_long_as_it_was_asked_to_and_any_name_is
         run(scene(path))
 
 
-# A server without vLLM, which starts a mock engine when it is told to.
+# A server without vLLM. It starts a mock engine when it reads a line.
 SERVER = """
 import json, os, subprocess, sys
 from torpor import _core
