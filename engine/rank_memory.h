@@ -95,9 +95,9 @@ class RankMemory {
   ~RankMemory();
 
   // Apply the options of an engine that comes into this memory, which allocations of its program may have made before.
-  // The rank, key, encryption and directory of the spill file are as the options say; of the others, those they give.
-  // Handles, slabs, threads and the sizes of deferred jobs stay as they are. A prefault begins with start_prefault().
-  // kInvalidArgument: as create().
+  // The rank, key, encryption, prefault and directory of the spill file are as the options say; of the others, those
+  // they give. Handles, slabs, threads and the sizes of deferred jobs stay as they are. A prefault begins with
+  // start_prefault(). kInvalidArgument: as create().
   Status apply(const RankMemoryOptions& options);
   // Allocate a zeroed region. Its address is valid for the life of this object, its bytes while its tag is attached.
   Result<DeviceAddress> allocate(std::string_view tag, std::string_view name, uint64_t size_bytes);

@@ -269,6 +269,20 @@ TEST_F(FirstSleep, WaitsWithItsHostMemoryUntilItIsToldToBegin) {
   }
 }
 
+TEST_F(FirstSleep, OfAnEngineInMemoryOfItsProgramWaitsTooAndTakesWhatItsOptionsSay) {
+  for (const std::optional<uint64_t> prefault : {std::optional<uint64_t>(), std::optional(6 * kMiB)}) {
+    const auto memory = make({.arena_slab_bytes = 2 * kMiB, .arena_prefault_bytes = 0});
+    ASSERT_SUCCEEDS(memory->apply({.arena_prefault_bytes = prefault}));
+    memory->wait_background_prefault();
+    EXPECT_EQ(held(*memory), 0u);
+    memory->start_prefault();
+    memory->wait_background_prefault();
+    (void)memory->arena().wait_prefault();
+    EXPECT_GE(held(*memory), prefault.value_or(2 * 2 * kSize));
+    EXPECT_LE(held(*memory), prefault.value_or(2 * 2 * kSize) + 2 * kMiB);
+  }
+}
+
 // As at the end of a process, when no thread may call the driver any more.
 TEST_F(FirstSleep, BringsUpNothingMoreOnceItIsEnded) {
   for (const std::optional<uint64_t> prefault : {std::optional<uint64_t>(), std::optional(8 * kGiB)}) {
