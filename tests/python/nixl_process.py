@@ -21,6 +21,7 @@ from vllm import SamplingParams
 
 from torpor import errors
 
+LEASE_SECONDS = 6  # for which the producer keeps what the consumer has not pulled
 PROMPTS = {"first": 100, "second": 75, "third": 130}  # length in tokens; blocks have 32
 ASK = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
@@ -49,10 +50,13 @@ def refused(call) -> str:
 class Side:
     """An engine at one end of the transfers."""
 
-    def __init__(self, role: str, model: Path, directory: Path):
+    def __init__(self, role: str, model: Path, directory: Path, **more):
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
-        transfer = {"kv_connector": "NixlConnector", "kv_role": f"kv_{role}", "kv_load_failure_policy": "fail"}
-        self.one = InProcess(model, directory / role, kv_transfer_config=transfer)
+        transfer = {
+            "kv_connector": "NixlConnector", "kv_role": f"kv_{role}", "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {"kv_lease_duration": LEASE_SECONDS},
+        }  # fmt: skip
+        self.one = InProcess(model, directory / role, kv_transfer_config=transfer, **more)
         self.llm, self.engine, self.core = self.one.llm, self.one.engine, self.one.core
 
     def idle_step(self) -> None:
@@ -72,6 +76,13 @@ class Producer(Side):
     def finish_sends(self) -> None:
         while self.core.scheduler.has_requests():
             self.idle_step()
+
+    def use_all_blocks(self) -> None:
+        """Compute other prompts in every block that is free."""
+        for step in range(50, 54):
+            given = {"prompt_token_ids": [20 + step * at % 97 for at in range(130)]}
+            self.engine.add_request(f"other-{step}", given, params(2))
+        run(self.engine)
 
     def refuses_to_sleep(self) -> str:
         return refused(lambda: self.llm.sleep(level=1, preserve_state=True, timeout=0.3))
@@ -93,7 +104,7 @@ class Producer(Side):
 
 def produce(connection, others, model: Path, directory: Path) -> None:
     others.close()  # so that it ends with the consumer
-    Producer("producer", model, directory).serve(connection)
+    Producer("producer", model, directory, num_gpu_blocks_override=12).serve(connection)
 
 
 class Pair:
@@ -142,6 +153,15 @@ class Pair:
         return {
             "waiting": waiting, "kept": kept, "same": same, "after": after, "recomputed": scheduler.torpor_recomputed,
         }  # fmt: skip
+
+    def sleeps_longer_than_the_lease(self) -> dict:
+        """Of a queued request whose KV the producer had, and has no more."""
+        self.pull("third")
+        self.consumer.llm.sleep(level=1, preserve_state=True)
+        self.producer("finish_sends")  # its lease has ended
+        self.producer("use_all_blocks")
+        assert self.consumer.llm.wake_up().fully_awake
+        return {"same": self.finish({}) == {"third": self.expected["third"]}}
 
     def producer_is_refused(self) -> dict:
         """Nobody has pulled yet what it holds."""

@@ -157,6 +157,38 @@ class Engine:
         self.llm.wake_up()
         return {"slept": slept, "woken": LEDGER.take(), "same": self.is_as_expected(self.one.begin())}
 
+    def ends_requests(self) -> dict:
+        """Of a connector beside which no sleep keeps them: first its transfers end. If they do not, no request has."""
+        answers = self.begin(held=True)
+        refused = self.refused(lambda: self.llm.sleep(level=1, preserve_state=False, timeout=0.3))
+        LEDGER.held = False
+        refused |= {"asleep": self.llm.is_sleeping(), "same": self.is_as_expected(answers)}
+        for mode in ("abort", "keep"):
+            answers = self.begin(held=False)
+            slept = self.llm.sleep(level=1, preserve_state=False, mode=mode).changed
+            answers |= self.one.stopped()
+            self.llm.wake_up()
+            answers = answers if mode == "keep" else self.one.begin()
+            refused[mode] = {"slept": slept, "same": self.is_as_expected(answers)}
+        return refused
+
+    def fails_when_requests_have_ended(self) -> dict:
+        self.begin(held=False)
+        LEDGER.failures = ["unregister"]
+        refused = self.refused(lambda: self.llm.sleep(level=1, preserve_state=False))
+        refused |= {"asleep": self.llm.is_sleeping(), "in_core": len(self.scheduler.requests)}
+        refused["unfinished"] = self.one.engine.has_unfinished_requests()
+        return refused | {"same": self.is_as_expected(self.one.begin())}
+
+    def puts_weights_alone_to_sleep(self) -> dict:
+        """A sleep of the weights while transfers are open."""
+        answers = self.begin(held=False)
+        slept = self.llm.sleep(level=1, preserve_state=True, tags=["weights"]).changed
+        events = LEDGER.take()
+        answers |= self.one.stopped()
+        self.llm.wake_up()
+        return {"slept": slept, "events": events, "woken": LEDGER.take(), "same": self.is_as_expected(answers)}
+
     def computes_requests_again(self) -> dict:
         answers = self.begin(held=False)
         self.llm.sleep(level=1, preserve_state=False, mode="keep")

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 
 @dataclass
@@ -200,6 +201,10 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         pass
+
+
+class Derived(MultiConnector):
+    pass
 
 
 class Inherits(ScriptedConnector):

@@ -11,12 +11,14 @@ import pytest
 import scenarios
 import vllm
 from conftest import result_of
+from vllm import SamplingParams
 from vllm.config import KVTransferConfig
-from vllm.v1.core.sched.interface import PauseState
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import Request
 
 from torpor import errors
-from torpor.vllm import configuration, other_connectors
+from torpor.vllm import configuration, other_connectors, sessions
 from torpor.vllm.connector_options import CLASS, MODULE
 
 PROCESS = Path(__file__).parent / "other_connectors_process.py"
@@ -51,6 +53,7 @@ def alone(zygote, tiny_model, tmp_path_factory) -> dict:
     names = (
         "keeps_requests", "is_refused_while_transfers_do_not_end", "fails_to_unregister", "fails_to_restore",
         "wakes_by_tags", "computes_requests_again", "pauses", "keeps_nothing_for_a_new_process", "aborts_requests",
+        "puts_weights_alone_to_sleep", "fails_when_requests_have_ended",
     )  # fmt: skip
     return played(zygote, tiny_model, tmp_path_factory.mktemp("alone"), SCRIPTED, *names)
 
@@ -117,6 +120,36 @@ def test_what_fails_in_the_middle_is_undone(alone):
     assert "restore_kv_caches() of rank 0" in of["what"] and not of["changed"] and of["asleep"], of
     assert of["events"] == ["restore fails", "unregister"] and of["again"] == ["restore"]
     assert of["awake"] and of["same"]
+
+
+@pytest.mark.slow
+@pytest.mark.core
+@pytest.mark.gpu_path
+@since_0_33
+def test_after_a_sleep_that_failed_the_front_end_has_no_request_that_ended(alone):
+    of = alone["fails_when_requests_have_ended"]
+    assert "scripted failure" in of["what"] and of["changed"] and not of["asleep"], of
+    assert of["in_core"] == 0 and not of["unfinished"] and of["same"], of
+
+
+@pytest.mark.slow
+@pytest.mark.core
+@pytest.mark.gpu_path
+@since_0_33
+def test_a_sleep_of_the_weights_waits_for_transfers_and_unregisters_nothing(alone):
+    of = alone["puts_weights_alone_to_sleep"]
+    assert of["slept"] and sorted(of["events"]) == sorted(ENDED[:-1]), of
+    assert of["woken"] == [] and of["same"], of
+
+
+@pytest.mark.slow
+@pytest.mark.core
+@pytest.mark.gpu_path
+def test_a_sleep_that_keeps_no_requests_ends_transfers_first(zygote, tiny_model, tmp_path):
+    """Of a connector that does not know how to sleep."""
+    of = played(zygote, tiny_model, tmp_path, SCRIPTED | {"kv_connector": "Inherits"}, "ends_requests")["ends_requests"]
+    assert of["kind"] == "TimedOut" and not of["changed"] and not of["asleep"] and of["same"], of
+    assert of["abort"] == of["keep"] == {"slept": True, "same": True}, of
 
 
 @pytest.mark.slow
@@ -209,7 +242,7 @@ def test_two_ranks_in_processes_of_their_own_follow_together(zygote, tiny_model,
 @since_0_33
 def test_two_engines_that_nixl_connects_sleep_and_wake(zygote, tiny_model, tmp_path):
     """With NIXL itself, over UCX in host memory. A load that failed would end its request with an error."""
-    names = ("consumer_sleeps", "producer_is_refused", "producer_sleeps")
+    names = ("consumer_sleeps", "producer_is_refused", "producer_sleeps", "sleeps_longer_than_the_lease")
     words = [PROCESS.with_name("nixl_process.py"), tiny_model, tmp_path, *names]
     result = result_of(zygote.run(words))
     of = result["consumer_sleeps"]
@@ -219,6 +252,7 @@ def test_two_engines_that_nixl_connects_sleep_and_wake(zygote, tiny_model, tmp_p
     assert of["same"]
     of = result["producer_sleeps"]
     assert of["kept"] > 0 and of["same"], of
+    assert result["sleeps_longer_than_the_lease"]["same"], result
 
 
 def test_a_step_that_fails_leaves_no_pause_behind():
@@ -281,6 +315,40 @@ def test_what_does_not_follow_a_sleep_is_refused_by_name(inside):
     assert "ExampleConnector does not implement" in named(example)[0]
     assert "of data parallel ranks" in named(SCRIPTED, ranks=2)[0]
     assert "in a pipeline" in named(SCRIPTED, stages=2)[0]
+
+
+@pytest.mark.core
+@since_0_33
+def test_what_is_inside_a_connector_derived_from_multi_connector_is_asked_too():
+    derived = {"kv_connector": "Derived", "kv_connector_module_path": "scripted_connector"}
+    inherits = SCRIPTED | {"kv_connector": "Inherits"}
+    assert refusals(both(SCRIPTED, TORPORS) | derived) == []
+    assert "Inherits does not implement" in refusals(both(SCRIPTED, inherits) | derived)[0]
+    assert refusals(both(both(SCRIPTED, TORPORS))) == ["a KV connector: MultiConnector inside MultiConnector"]
+    assert refusals(both(both(SCRIPTED) | derived)) == ["a KV connector: Derived inside MultiConnector"]
+
+
+def a_request(**transfer) -> Request:
+    parameters = SamplingParams(max_tokens=2, extra_args={"kv_transfer_params": transfer})
+    return Request("a", [1, 2, 3], parameters, pooling_params=None)
+
+
+def test_a_prompt_that_another_engine_has_is_computed_after_a_sleep():
+    of_decoder = {"do_remote_decode": True, "do_remote_prefill": False}
+    elsewhere = [a_request(do_remote_prefill=True), a_request(**of_decoder, remote_block_ids=[[7]])]
+    here = [a_request(**of_decoder, remote_block_ids=None), a_request(do_remote_prefill=False, remote_block_ids=[[7]])]
+    begun = a_request(do_remote_prefill=True)
+    begun.num_computed_tokens = 2
+    requests = [*elsewhere, *here, begun, Request("b", [1], SamplingParams(max_tokens=2), pooling_params=None)]
+    assert [other_connectors.has_remote_prompt(each) for each in requests] == [True, True, *[False] * 4]
+    for each in elsewhere:
+        assert "KV of its prompt that another engine still has" in sessions.unsupported(each)
+    beside = other_connectors.OtherConnector.__new__(other_connectors.OtherConnector)
+    beside._core = SimpleNamespace(scheduler=SimpleNamespace(requests=dict(enumerate(requests))))
+    beside.is_there = True
+    beside.compute_remote_prompts()
+    assert not any(map(other_connectors.has_remote_prompt, requests))
+    assert sessions.unsupported(elsewhere[0]) == []
 
 
 @pytest.mark.core

@@ -49,10 +49,11 @@ def install() -> None:
         self.gpu_path_scratch = _Scratch(self)
         return result
 
-    def execute_and_check(self, *args, **kwargs):
-        if (scratch := getattr(self, "gpu_path_scratch", None)) is not None:
+    def execute_and_check(self, scheduler_output, *args, **kwargs):
+        scratch = getattr(self, "gpu_path_scratch", None)
+        if scratch is not None and scheduler_output.total_num_scheduled_tokens > 0:  # else no kernel runs
             scratch.step()
-        return execute_model(self, *args, **kwargs)
+        return execute_model(self, scheduler_output, *args, **kwargs)
 
     CPUWorker.compile_or_warm_up_model, CPUWorker.execute_model = compile_or_warm_up_model, execute_and_check
     if "TORPOR_HOST_DEVICE_BYTES" in os.environ:

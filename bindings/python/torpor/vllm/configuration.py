@@ -104,9 +104,7 @@ def _register_members(given) -> None:
     rebuilds statistics of members by the registry alone, and the front end ends where one is not there."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if given is None or given.kv_connector != "MultiConnector":
-        return
-    for each in _members(given):
+    for each in () if given is None else connector_options.inside(given):
         if module := each.get("kv_connector_module_path"):
             with suppress(ValueError):  # it is registered
                 KVConnectorFactory.register_connector(each["kv_connector"], module, each["kv_connector"])

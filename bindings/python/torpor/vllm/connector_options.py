@@ -333,9 +333,9 @@ def is_ours(kv_transfer_config) -> bool:
 def all_ours(kv_transfer_config) -> bool:
     """Return whether vLLM's KVTransferConfig names connectors of torpor alone: one, or several inside
     MultiConnector."""
-    inside = kv_transfer_config.kv_connector_extra_config.get("connectors", ())
-    if kv_transfer_config.kv_connector == "MultiConnector" and inside:
-        return all(is_ours(each) for each in inside)
+    members = inside(kv_transfer_config)
+    if kv_transfer_config.kv_connector == "MultiConnector" and members:
+        return all(is_ours(each) for each in members)
     return is_ours(kv_transfer_config)
 
 
@@ -349,6 +349,11 @@ def has_tiers(kv_transfer_config) -> bool:
     return kv_transfer_config is not None and CLASS in _connectors(kv_transfer_config)
 
 
+def inside(kv_transfer_config) -> tuple[dict, ...]:
+    """Return the connectors inside the one that vLLM's KVTransferConfig names, as MultiConnector takes them."""
+    return tuple((kv_transfer_config.kv_connector_extra_config or {}).get("connectors", ()))
+
+
 def members(connector) -> tuple:
     """Return a KV connector, or None, and those inside it if it is vLLM's MultiConnector. Nothing else of it is asked:
     it may be anybody's."""
@@ -357,5 +362,4 @@ def members(connector) -> tuple:
 
 
 def _connectors(kv_transfer_config) -> tuple[str | None, ...]:
-    inside = (kv_transfer_config.kv_connector_extra_config or {}).get("connectors", ())
-    return (kv_transfer_config.kv_connector, *(each.get("kv_connector") for each in inside))
+    return (kv_transfer_config.kv_connector, *(each.get("kv_connector") for each in inside(kv_transfer_config)))

@@ -155,8 +155,7 @@ class EngineSide:
         try:
             with self._falling_asleep(options):
                 if self.hooks.is_quiet:  # quiesce() is not called again
-                    if self.hooks.frees_kv():  # only paused
-                        self.hooks.other_connector.finish_transfers(options.get("timeout"))
+                    self.hooks.end_transfers(options.get("timeout"))  # it was only paused
                     if self.hooks.leaves_host_memory():
                         self.hooks.finish_stores(options.get("timeout"))
                 report = self._with_bound(lambda: self.controller.sleep(options))
@@ -269,6 +268,8 @@ class EngineSide:
         if "answers" in options:
             options["answers_may_extend"] = may_extend(self.hooks.core.vllm_config, self.hooks.scheduler)
         kv, began = options.get("kv"), time.time()
+        if self.controller.is_sleeping():
+            self.hooks.other_connector.compute_remote_prompts()
         with self._executor_told():
             report = self.controller.wake_up(options) | {"began": began}
         if report["fully_awake"]:

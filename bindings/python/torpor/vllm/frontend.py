@@ -143,17 +143,27 @@ class BlockingSide:
 
     def slept(self, report: Report, in_flight: str) -> None:
         step_outputs.of(self.engine).asleep = report.changed or not report.fully_awake
-        if not isinstance(self.engine.engine_core, InprocClient):
-            return
-        while getattr(self.engine.engine_core.engine_core, "torpor_outputs", None):  # some may have ended
-            self._step()
+        self._take_outputs()
         ended = in_flight == "abort" or (report.level >= 1 and in_flight == "freeze")  # could not be kept
         if report.changed and not report.preserve_state and ended:
             self.aborted()
 
+    def _take_outputs(self) -> None:
+        """Process what an engine core in this process has put out in steps of its own: some may have ended."""
+        client = self.engine.engine_core
+        while isinstance(client, InprocClient) and getattr(client.engine_core, "torpor_outputs", None):
+            self._step()
+
     def stays(self, state: str) -> None:
-        """After a sleep that failed."""
-        step_outputs.of(self.engine).asleep = state == "asleep"
+        """After a sleep that failed. It may have ended requests."""
+        given = step_outputs.of(self.engine)
+        given.asleep = state == "asleep"
+        self._take_outputs()
+        if not isinstance(self.engine.engine_core, InprocClient):  # it sends word of them
+            return
+        in_core, processor = self.engine.engine_core.engine_core.scheduler.requests, self.engine.output_processor
+        unfinished = {i for i, request in in_core.items() if not request.is_finished()} | given.hibernated
+        processor.abort_requests([i for i in processor.request_states if i not in unfinished], internal=True)
 
     def aborted(self) -> None:
         """The engine core has no requests any more. One in another process sends word of it."""

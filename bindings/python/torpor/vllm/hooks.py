@@ -136,14 +136,25 @@ class VllmHooks:
             self._stopped_since = time.monotonic()
             if self.sessions is not None:
                 self.sessions.settle()
-            if self.other_connector.follows and self.falling_asleep is not None and self.frees_kv():
-                self.other_connector.finish_transfers(timeout and timeout - (self._stopped_since - began))
-                connector_sleep.let_those_with_blocks_go_first(self.scheduler)
+            self.end_transfers(timeout and timeout - (self._stopped_since - began))
             self._finish_transfers(deadline, everything=self.leaves_host_memory())
             self._rpc("torpor_settle", self._frees_memory())
         except BaseException:
             self.resume()
             raise
+
+    def end_transfers(self, timeout: float | None) -> None:
+        """End the transfers of a KV connector that is not torpor's, if the sleep under way frees memory.
+
+        Raises TimedOut as OtherConnector.finish_transfers(); then no request has ended.
+        """
+        if not self._frees_memory():
+            return
+        if self.other_connector.follows:
+            self.other_connector.finish_transfers(timeout)
+            connector_sleep.let_those_with_blocks_go_first(self.scheduler)
+        elif not self.falling_asleep.get("preserve_state"):  # else it is refused
+            self.other_connector.end_transfers(timeout)
 
     def _finish_transfers(self, deadline: float | None, everything: bool) -> None:
         side = connector_sleep.side_of(self.scheduler)
@@ -383,7 +394,7 @@ class VllmHooks:
         """What vLLM's pause does with requests and caches, of an engine that stands still already."""
         if mode == "abort":
             self.abort_requests()
-            self.other_connector.finish_transfers()  # else blocks that are being sent would keep their hashes
+            self.other_connector.end_transfers()  # else blocks that are being sent would keep their hashes
         state = self.scheduler.pause_state
         self.scheduler.set_pause_state(PauseState.PAUSED_ALL)  # else vLLM warns of requests in progress
         try:

@@ -12,9 +12,11 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
@@ -45,13 +47,14 @@ def _why_not(vllm_config) -> str | None:
         return "vLLM has the hooks for a sleep beside one since 0.33"
     try:
         plugin.check("other_connectors")
-        configs = _configs(transfer)
-        classes = [KVConnectorFactory.get_connector_class(config) for config in configs]
+        (outer, _), *inside = found = _classes(transfer)
     except Error as problem:
         return problem.what
     except Exception:  # no connector at all, or one that cannot be imported
         return ""
-    for cls, config in zip(classes, configs, strict=True):
+    if nested := next((cls for cls, _ in inside if issubclass(cls, MultiConnector)), None):
+        return f"{nested.__name__} inside {outer.__name__}"
+    for cls, config in found:
         if not all(_implements(cls, hook) for hook in _HOOKS):
             return f"{cls.__name__} does not implement {' and '.join(_HOOKS)}"
         try:
@@ -61,9 +64,9 @@ def _why_not(vllm_config) -> str | None:
         if not supports:
             return f"{cls.__name__} says that it does not support sleep mode as it is configured"
     if parallel.data_parallel_size > 1:
-        return f"{classes[0].__name__} of data parallel ranks"
+        return f"{outer.__name__} of data parallel ranks"
     if parallel.pipeline_parallel_size > 1:
-        return f"{classes[0].__name__} in a pipeline"
+        return f"{outer.__name__} in a pipeline"
     return None
 
 
@@ -72,17 +75,14 @@ def _implements(cls, hook: str) -> bool:
     return getattr(cls, hook, None) not in (None, getattr(KVConnectorBase_V1, hook, None))
 
 
-def _configs(transfer) -> list:
-    """Of the connector, and of those inside it if it is vLLM's MultiConnector."""
-    from vllm.config import KVTransferConfig
-
-    if transfer.kv_connector != "MultiConnector":
-        return [transfer]
-    inside = [
-        KVTransferConfig(**{"engine_id": transfer.engine_id, **each})
-        for each in transfer.kv_connector_extra_config.get("connectors", ())
-    ]
-    return [transfer, *inside]
+def _classes(transfer) -> list[tuple[type, KVTransferConfig]]:
+    """Return the connector's class and configuration, then those of each connector inside it if it is vLLM's
+    MultiConnector or one derived from that."""
+    configs = [transfer]
+    if issubclass(KVConnectorFactory.get_connector_class(transfer), MultiConnector):
+        inside = connector_options.inside(transfer)
+        configs += [KVTransferConfig(**{"engine_id": transfer.engine_id, **each}) for each in inside]
+    return [(KVConnectorFactory.get_connector_class(each), each) for each in configs]
 
 
 def open_transfers(scheduler) -> list[str]:
@@ -98,6 +98,14 @@ def open_transfers(scheduler) -> list[str]:
     if any(map(_has_transfers, _parts(connector))):
         found.append("transfers that no request waits for")
     return found
+
+
+def has_remote_prompt(request) -> bool:
+    """Return whether this request is still to pull KV of its prompt from another engine, by the parameters that vLLM's
+    NixlConnector, MooncakeConnector and MoRIIOConnector share."""
+    params = request.kv_transfer_params or {}
+    of_earlier_turn = params.get("do_remote_decode") and params.get("remote_block_ids")  # from a decode engine
+    return request.num_computed_tokens == 0 and bool(params.get("do_remote_prefill") or of_earlier_turn)
 
 
 def _parts(connector) -> tuple:
@@ -147,6 +155,13 @@ class OtherConnector:
         if self.is_there:
             ids = set(requests)
             self._finish(timeout, lambda: self._held_of(ids) + self._unheard(ids))
+
+    def compute_remote_prompts(self) -> None:
+        """Have this engine compute the prompts whose KV lies in another engine, after a sleep: the other one keeps that
+        KV while it hears from this one's steps, and may have freed it."""
+        for request in self._core.scheduler.requests.values() if self.is_there else ():
+            if has_remote_prompt(request):
+                request.kv_transfer_params |= {"do_remote_prefill": False, "remote_block_ids": None}
 
     def _held_of(self, ids: set[str]) -> list[str]:
         known = self._core.scheduler.requests

@@ -20,6 +20,7 @@ from torpor.errors import Damaged, Incompatible, InvalidArgument, NotFound, Unsu
 from torpor.vllm import connector_options, connector_sleep, grammar, portable
 from torpor.vllm import scheduler_values as values
 from torpor.vllm.mixed_in import mix_in
+from torpor.vllm.other_connectors import has_remote_prompt
 
 if TYPE_CHECKING:
     from torpor.vllm.portable import Admissions
@@ -520,6 +521,7 @@ def unsupported(request: Request) -> list[str]:
         "images, sounds or videos": bool(request.mm_features),
         "a prompt of embeddings": request.prompt_embeds is not None,
         "a prompt that comes in pieces": request.resumable,
+        "KV of its prompt that another engine still has": has_remote_prompt(request),
         "a thinking budget": params is not None and params.thinking_token_budget is not None,
         "scores of given tokens in the prompt's places": params is not None
         and getattr(params, "prompt_logprob_token_ids", None) is not None,
