@@ -56,7 +56,7 @@ class Side:
             "kv_connector": "NixlConnector", "kv_role": f"kv_{role}", "kv_load_failure_policy": "fail",
             "kv_connector_extra_config": {"kv_lease_duration": LEASE_SECONDS},
         }  # fmt: skip
-        self.one = InProcess(model, directory / role, kv_transfer_config=transfer, **more)
+        self.one = InProcess(model, directory / role, kv_transfer_config=transfer, max_model_len=256, **more)
         self.llm, self.engine, self.core = self.one.llm, self.one.engine, self.one.core
 
     def idle_step(self) -> None:

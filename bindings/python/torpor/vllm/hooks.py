@@ -369,7 +369,7 @@ class VllmHooks:
         watch_recomputation(self.scheduler)
         self.other_connector.restore(undoing=False)  # where the sleep could not keep the requests after all
         self.other_connector.finish_transfers()  # of an engine that was only paused
-        loads = self.other_connector.follows or admissions_of(self.scheduler) is not None
+        loads = self.other_connector.is_there or admissions_of(self.scheduler) is not None
         if loads and mode != "abort":
             connector_sleep.take_back_loaded(self.scheduler)
         with connector_sleep.tiers_kept(self.scheduler):
