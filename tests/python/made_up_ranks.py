@@ -16,6 +16,7 @@ class Core:
         self.quiet = False  # frozen, or asleep
         self.asleep = False  # for the method "sent"
         self.sent: dict[str, int] = {}
+        self.to_disk = False  # the sleep or checkpoint that was asked for last
         self.stands: dict = {"engine": "awake", "level": -1, "sent": {}}
         self.requests, self.others_wait = 2, False  # as it says; as the last wake said
         self.reports: dict[tuple | str, dict] = {}  # what its reports have otherwise, as `errors`
@@ -37,6 +38,9 @@ class Core:
             return {"result": {"engine": "asleep", "checkpoint": str(self.path), "recomputed_tokens": 0}}
         if method == "wake_up":
             self.asleep, self.sent = False, {} if options.get("kv") == "abort" else self.sent
+        if method in ("sleep", "checkpoint"):
+            self.to_disk = options.get("to") == "disk"
+        writes = self.to_disk and method != "wake_up"
         report = {
             "changed": what == ("end_sleep", True), "fully_awake": method == "wake_up", "note": "",
             "preserve_state": True, "to": options.get("to", ""), "checkpoint_parts": {}, "metadata": {},
@@ -44,7 +48,7 @@ class Core:
             "requests": self.requests, "saved_bytes": 5, "compacted_bytes": 0, "reused_bytes": 0, "host_bytes": 5,
             "disk_bytes": 0, "freed_bytes": 7, "restored_bytes": 0, "deferred_blocks": 0, "deferred_bytes": 0,
             "unread_bytes": 0, "kept_blocks": 1, "dropped_blocks": 0,
-            "checkpoint_bytes": 3, "checkpoint": str(self.path) if options.get("to") == "disk" else "",
+            "checkpoint_bytes": 3, "checkpoint": str(self.path) if writes else "",
         }  # fmt: skip
         report["changed"] |= method == "wake_up"
         report |= {"held": True} if method in ("sleep", "checkpoint") else {}

@@ -440,7 +440,7 @@ def test_answers_that_one_rank_has_aborted_are_in_the_report_of_the_wake_that_su
     with pytest.raises(errors.NotEnoughRoom):
         asyncio.run(frontend.wake_up(side, {"kv": "abort"}))
     del ranks.cores[1].errors["wake_up"], states["a-1"]
-    states["new"] = answered("new", [])  # it runs on the rank that is awake
+    states["new"], ranks.cores[0].sent = answered("new", []), {"new": 0}  # it runs on the rank that is awake
     report = asyncio.run(frontend.wake_up(side, {"kv": kv}))
     aborted = {each["request_id"]: each["token_ids"] for each in report.aborted}
     assert aborted == {"a": [2, 3]} | ({"b": [4]} if kv == "abort" else {})
