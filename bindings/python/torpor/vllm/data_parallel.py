@@ -315,14 +315,15 @@ class Ranks:
         """The restored requests run: what comes for them, and that they are to be aborted, goes to the engine that has
         them."""
         found, self._woken_set = self._woken_set, None
-        runs = options["keep"] and found is not None
-        if runs:  # before they do: one that ends at once must not count for ever
+        if not options["keep"]:
+            found = None
+        if found is not None:  # before they run: one that ends at once must not count for ever
             for request_id, rank in self._rank_of.items():
                 engine = self._client.core_engines[rank]
                 if self._client.reqs_in_flight.setdefault(request_id, engine) is engine:
                     self._client.engine_inflight[engine] += 1
         _all(await self._ask("end_hold", [options] * self._size))
-        if not runs:
+        if found is None:
             return
         place = found["directory"], found["generation"]
         try:
