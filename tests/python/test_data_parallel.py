@@ -332,6 +332,121 @@ def test_a_set_that_cannot_be_written_leaves_all_awake(ranks):
     assert [core.asked for core in ranks.cores] == [["sleep", ("end_sleep", False)]] * 2
 
 
+def test_one_that_cannot_write_the_set_discards_it_if_it_may(ranks):
+    from torpor import errors
+
+    ranks.cores[0].errors["commit_set"] = errors.FileError("the disk is full")
+    report = asyncio.run(ranks.call("sleep", TO_DISK | {"on_save_error": "discard"}))
+    assert [core.asked for core in ranks.cores] == [["sleep", ("end_sleep", True)]] * 2 and ranks.sets == ["committed"]
+    assert report["changed"] and report["requests"] == 4 and report["note"].endswith("wake them: the disk is full")
+    assert (report["to"], report["checkpoint"], report["checkpoint_bytes"]) == ("host", "", 0)
+    assert asyncio.run(ranks.call("state", {}))["checkpoint"] == ""
+    with pytest.raises(errors.FileError):
+        asyncio.run(ranks.call("checkpoint", {"to": "disk"}))  # nothing would be left of it
+
+
+def test_the_checkpoint_of_a_sleep_is_that_of_all_ranks(ranks, tmp_path):
+    asyncio.run(ranks.call("sleep", TO_DISK))
+    asyncio.run(ranks.call("checkpoint", {"to": "disk"}))
+    assert asyncio.run(ranks.call("state", {}))["checkpoint"] == str(tmp_path / "g-000001")
+
+
+def test_a_report_of_ranks_has_what_is_bound_on_each_and_the_longest_stop(ranks):
+    for rank, core in enumerate(ranks.cores):
+        core.reports["end_sleep", True] = {
+            "bound_requests": [rank], "began": 5.0 - rank, "seconds": 1.0 + rank, "pause_seconds": 4.0 - rank,
+            "preserve_state": rank == 0,
+        }  # fmt: skip
+    report = asyncio.run(ranks.call("checkpoint", {"to": "disk"}))
+    assert (report["bound_requests"], report["began"], report["pause_seconds"]) == ([0, 1], 4.0, 4.0)
+    assert not report["preserve_state"]
+
+
+def test_ranks_look_at_their_directory_one_after_another(ranks):
+    async def looks():
+        ranks.cores[0].slow.clear()
+        looking = asyncio.create_task(ranks.call("check_directory", {}))
+        await asyncio.sleep(0.01)
+        assert [core.asked for core in ranks.cores] == [["check_directory"], []]
+        ranks.cores[0].slow.set()
+        await looking
+
+    asyncio.run(looks())
+    assert ranks.cores[1].asked == ["check_directory"]
+
+
+def test_a_wake_succeeds_whose_checkpoint_cannot_be_marked_and_failed_requests_do_not_run(
+    ranks, tmp_path, monkeypatch
+):  # fmt: skip
+    from torpor import _core, errors
+    from torpor.vllm import data_parallel
+
+    members = [str(core.path) for core in ranks.cores]
+    found = {"path": str(tmp_path / "g-000001"), "directory": str(tmp_path), "generation": 1, "members": members}
+    monkeypatch.setattr(_core, "open_set", lambda *_: found)
+
+    def busy(*_) -> None:
+        raise errors.Busy("another process is using it")
+
+    monkeypatch.setattr(_core, "set_woken_from", busy)
+    said: list[str] = []
+    monkeypatch.setattr(data_parallel.logger, "warning", lambda text, *values: said.append(text % values))
+    for core, ids in zip(ranks.cores, ("ab", "cd"), strict=True):
+        failed = [{"id": ids[1], "error": "no"}]
+        core.reports["wake_up"] = {
+            "outputs": {"requests": [{"id": each} for each in ids], "parents": []}, "failed_requests": failed,
+        }  # fmt: skip
+    client = ranks._client
+
+    async def ends_at_once(*asked) -> list:
+        if asked[0] == "end_hold":
+            engine = client.reqs_in_flight.pop("c")
+            client.engine_inflight[engine] -= 1
+        return await stock(*asked)
+
+    stock, ranks._ask = ranks._ask, ends_at_once
+    asyncio.run(ranks.call("wake_up", {"from_checkpoint": found["path"], "hold": True, "on_restore_error": "abort"}))
+    asyncio.run(ranks.call("end_hold", {"keep": True}))
+    assert client.reqs_in_flight == {"a": b"\0\0"} and client.engine_inflight == {b"\0\0": 1, b"\1\0": 0}
+    assert said == [f"all ranks go on from {found['path']}; after the wake: another process is using it"]
+
+
+@pytest.mark.parametrize("kv", ["abort", "keep"])
+def test_answers_that_one_rank_has_aborted_are_in_the_report_of_the_wake_that_succeeds(ranks, kv):
+    from types import SimpleNamespace
+
+    from torpor import errors
+    from torpor.vllm import frontend
+
+    def answered(name: str, tokens: list[int]) -> SimpleNamespace:
+        return SimpleNamespace(
+            external_req_id=name, request_index=0, prompt_token_ids=[1],
+            detokenizer=SimpleNamespace(output_token_ids=tokens, num_output_tokens=lambda: len(tokens)),
+        )  # fmt: skip
+
+    async def nothing() -> None:
+        pass
+
+    states = {"a-1": answered("a", [2, 3]), "b-1": answered("b", [4])}
+    engine = SimpleNamespace(
+        engine_core=ranks._client, torpor_ranks=ranks, logger_manager=None,
+        output_processor=SimpleNamespace(request_states=states),
+        renderer=SimpleNamespace(mm_processor_cache=None, clear_mm_cache_async=nothing),
+    )  # fmt: skip
+    for core, sent in zip(ranks.cores, ({"a-1": 2}, {"b-1": 1}), strict=True):
+        core.asleep, core.sent = True, sent
+    side = frontend.AsyncSide(engine)
+    ranks.cores[1].errors["wake_up"] = errors.NotEnoughRoom("no memory", "free some")
+    with pytest.raises(errors.NotEnoughRoom):
+        asyncio.run(frontend.wake_up(side, {"kv": "abort"}))
+    del ranks.cores[1].errors["wake_up"], states["a-1"]
+    states["new"], ranks.cores[0].sent = answered("new", []), {"new": 0}  # it runs on the rank that is awake
+    report = asyncio.run(frontend.wake_up(side, {"kv": kv}))
+    aborted = {each["request_id"]: each["token_ids"] for each in report.aborted}
+    assert aborted == {"a": [2, 3]} | ({"b": [4]} if kv == "abort" else {})
+    assert "aborted" not in asyncio.run(frontend.wake_up(side, {"kv": "keep"}))
+
+
 def test_engines_that_stand_still_are_awake_if_one_of_them_is(ranks):
     ranks.cores[0].stands = {"engine": "asleep", "level": 1, "sent": {"a": 3}}
     ranks.cores[1].stands["sent"] = {"b": 1}

@@ -192,6 +192,31 @@ def test_ranks_of_which_one_fails_to_sleep_stay_paused():
     assert done == ["ended"]
 
 
+@pytest.mark.parametrize("slept", [False, True])
+def test_a_checkpoint_of_ranks_says_how_long_they_stopped_and_ends_nothing(slept):
+    from torpor.vllm.engine_core import EngineSide
+
+    side = EngineSide.__new__(EngineSide)
+    executor = SimpleNamespace(sleeping_tags=set())
+    side.hooks = SimpleNamespace(core=SimpleNamespace(model_executor=executor), is_quiet=False)  # no request ends
+    report = {"changed": True}
+    side._held_sleep = {"level": 0, "preserve_state": False, "in_flight": "abort"} if slept else None
+
+    def keeps(*_) -> dict:
+        side.hooks.bound = [{"id": "odd", "error": "no"}]
+        return {"held": True, "changed": False}
+
+    def ends(keep: bool) -> dict:
+        side.hooks.pause_seconds = 2.5
+        return dict(report)
+
+    side.controller = SimpleNamespace(checkpoint=keeps, end_sleep=ends, state=lambda: {"tags": {}})
+    side.checkpoint({"outputs": None, "data_parallel": (0, 2)})
+    report = side.end_sleep({"keep": True})
+    assert report["bound_requests"] == [{"id": "odd", "error": "no"}] and report["began"] > 0
+    assert report["pause_seconds"] == 2.5
+
+
 def test_ranks_that_stood_together_turn_new_requests_away_as_before():
     from torpor.vllm.hooks import VllmHooks
 

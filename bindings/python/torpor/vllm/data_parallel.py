@@ -12,6 +12,8 @@ before any of them is asked to sleep, by vLLM's own consent, and go on together 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +24,12 @@ from torpor.errors import Error, Incompatible, Unsupported, WrongState
 from torpor.vllm.options import Options
 from torpor.vllm.support import compute_for_each_other
 
-_ONLY_LOOK = ("sent", "fingerprint", "plan_sleep", "ledger", "state", "drain", "end_drain", "checkpoint_to_wake")
+logger = logging.getLogger("vllm.torpor")
+
+_ONLY_LOOK = (
+    "sent", "fingerprint", "plan_sleep", "ledger", "state", "drain", "end_drain", "checkpoint_to_wake",
+    "check_directory",
+)  # fmt: skip
 _SET_OPTIONS = ("retain_checkpoints", "retain_checkpoint_seconds", "retain_checkpoint_bytes", "key_file", "encrypt")
 _SUMS = (
     "requests", "saved_bytes", "compacted_bytes", "reused_bytes", "host_bytes", "disk_bytes", "freed_bytes",
@@ -46,6 +53,7 @@ class Ranks:
         self._parallel = vllm_config.parallel_config
         self._rank_of: dict[str, int] = {}  # requests, when the engines were frozen or restored
         self._woken_set: dict | None = None  # until its requests run
+        self._sleeps_in = ""  # the set of the last sleep whose ranks wrote checkpoints; "": it has none
         self._one_at_a_time = asyncio.Lock()
         self._with_experts = compute_for_each_other(vllm_config) and vllm_config.model_config.is_moe
         self._ranks_stopped = False
@@ -61,7 +69,7 @@ class Ranks:
     async def _call(self, method: str, options: dict):
         special = {
             "freeze": self._freeze, "sent": self._sent, "sleep": self._sleep, "checkpoint": self._sleep,
-            "wake_up": self._wake_up,
+            "wake_up": self._wake_up, "state": self._state, "check_directory": self._check_directory,
         }  # fmt: skip
         async with self._one_at_a_time:
             self._size = len(self._client.core_engines)
@@ -97,10 +105,9 @@ class Ranks:
         of_rank = [options] * self._size
         if method in ("plan_sleep", "drain"):
             of_rank = [options | {"data_parallel": [rank, self._size]} for rank in range(self._size)]
-        results = _all(await self._ask(method, of_rank))
         if method == "end_hold":
-            await self._end_hold(options["keep"])
-        return _MERGED.get(method, _first)(results)
+            return await self._end_hold(options)
+        return _MERGED.get(method, _first)(_all(await self._ask(method, of_rank)))
 
     async def _ask(self, method: str, options: list[dict], ranks=None) -> list:
         """The result of each rank, or its error."""
@@ -114,6 +121,14 @@ class Ranks:
         replies = await asyncio.gather(*calls, return_exceptions=True)
         return [_unwrapped(rank, reply) for rank, reply in zip(ranks, replies, strict=True)]
 
+    async def _state(self, method: str, options: dict) -> dict:
+        merged = _merged_states(_all(await self._ask(method, [options] * self._size)))
+        return merged | ({"checkpoint": self._sleeps_in} if merged["checkpoint"] else {})
+
+    async def _check_directory(self, method: str, options: dict) -> None:
+        for rank in range(self._size):  # one after another: each takes the lock of the directory
+            _all(await self._ask(method, [options] * self._size, [rank]))
+
     # --- sleep ---
 
     async def _freeze(self, method: str, options: dict) -> dict[str, Any]:
@@ -121,15 +136,16 @@ class Ranks:
         if any(isinstance(reply, BaseException) for reply in replies):
             await self._ask("unfreeze", [{}] * self._size)
         frozen = _all(replies)
-        return _one_to_sleep(frozen) | {"sent": self._merged([rank["sent"] for rank in frozen])}
+        return _one_to_sleep(frozen) | {"sent": self._noted([rank["sent"] for rank in frozen])}
 
     async def _sent(self, method: str, options: dict) -> dict[str, int]:
-        return self._merged(_all(await self._ask(method, [options] * self._size)))
+        sent = _all(await self._ask(method, [options] * self._size))
+        return _joined(sent) if options.get("of_asleep") else self._noted(sent)
 
-    def _merged(self, sent: list[dict[str, int]]) -> dict[str, int]:
+    def _noted(self, sent: list[dict[str, int]]) -> dict[str, int]:
         """Return what all ranks have sent, and note which rank has which request."""
         self._rank_of = {request_id: rank for rank, of_rank in enumerate(sent) for request_id in of_rank}
-        return {request_id: count for of_rank in sent for request_id, count in of_rank.items()}
+        return _joined(sent)
 
     async def _sleep(self, method: str, options: dict) -> dict:
         asked = [options | {"data_parallel": [rank, self._size]} for rank in range(self._size)]
@@ -138,10 +154,10 @@ class Ranks:
                 asked[rank]["outputs"] = of_rank
         replies = await self._ask(method, asked)
         held = [rank for rank, reply in enumerate(replies) if isinstance(reply, dict) and reply.get("held")]
-        written = None
+        written: _core.CheckpointSet | None = None
         try:
             reports = _all(replies)
-            written = await self._commit_set(reports, options)
+            written, note = await self._commit_set(reports, options)
         except BaseException:
             await self._take_back(held)
             raise
@@ -161,19 +177,32 @@ class Ranks:
         if written is not None:
             report["checkpoint"] = written.path
             await asyncio.to_thread(written.keep)
+        elif report["changed"] and options.get("to") == "disk":  # what ranks have written is for this process alone
+            report |= {"to": "host", "checkpoint_bytes": 0, "checkpoint_parts": {}, "metadata": {}}
+            report["note"] = "; ".join(filter(None, (report["note"], note)))
+        if method == "sleep" and any(rank["checkpoint"] for rank in reports):
+            self._sleeps_in = report["checkpoint"]
         return report
 
-    async def _commit_set(self, reports: list[dict], options: dict) -> _core.CheckpointSet | None:
-        """One checkpoint of all, once each rank has written its own. None if one of them keeps its state in memory."""
+    async def _commit_set(self, reports: list[dict], options: dict) -> tuple[_core.CheckpointSet | None, str]:
+        """One checkpoint of all, once each rank has written its own. None if there is none; then a note may say why."""
         paths = [report["checkpoint"] if report.get("held") else "" for report in reports]
+        discards = options.get("on_save_error") == "discard"
         if (directory := self._options.checkpoint_dir) is not None and all(paths):
-            return await asyncio.to_thread(_core.commit_set, directory, paths, self._set_options())
-        if any(paths) and options.get("on_save_error") != "discard":
+            try:
+                return await asyncio.to_thread(_core.commit_set, directory, paths, self._set_options()), ""
+            except Error as problem:
+                if not discards:
+                    raise
+                note = f"there is no checkpoint of all ranks, and only this process can wake them: {problem}"
+                logger.error("sleep: %s", note)
+                return None, note
+        if any(paths) and not discards:
             without = paths.index("")
             raise WrongState(
                 f"data parallel rank {without} has no checkpoint: {reports[without]['note']}", "wake it first"
             )
-        return None
+        return None, ""
 
     async def _take_back(self, held: list[int]) -> None:
         taken = await self._ask("end_sleep", [{"keep": False}] * self._size, held)
@@ -234,6 +263,7 @@ class Ranks:
     # --- wake ---
 
     async def _wake_up(self, method: str, options: dict) -> dict:
+        began = time.time()
         if options.get("early"):
             raise Unsupported("a post-copy wake of data parallel ranks", "wake them without early")
         if "from_checkpoint" not in options:
@@ -256,6 +286,7 @@ class Ranks:
             return _NOTHING_RESTORED | {
                 "note": f"the state was discarded: {problem}",
                 "checkpoint": options["from_checkpoint"],
+                "began": began,
             }
 
     async def _restore(self, method: str, options: dict) -> dict:
@@ -270,24 +301,35 @@ class Ranks:
             restored = [rank for rank, reply in enumerate(replies) if isinstance(reply, dict) and reply["changed"]]
             await self._ask("end_hold", [{"keep": False}] * self._size, restored)
         reports = _all(replies)
+        failed = {item["id"] for report in reports for item in report["failed_requests"]}
         self._rank_of = {
-            entry["id"]: rank for rank, report in enumerate(reports) for entry in report["outputs"]["requests"]
+            entry["id"]: rank
+            for rank, report in enumerate(reports)
+            for entry in report["outputs"]["requests"]
+            if entry["id"] not in failed
         }
         self._woken_set = found
         return _merged_reports(reports) | {"checkpoint": found["path"], "outputs": _merged_outputs(reports)}
 
-    async def _end_hold(self, keep: bool) -> None:
+    async def _end_hold(self, options: dict) -> None:
         """The restored requests run: what comes for them, and that they are to be aborted, goes to the engine that has
         them."""
         found, self._woken_set = self._woken_set, None
-        if not keep or found is None:
+        if not options["keep"]:
+            found = None
+        if found is not None:  # before they run: one that ends at once must not count for ever
+            for request_id, rank in self._rank_of.items():
+                engine = self._client.core_engines[rank]
+                if self._client.reqs_in_flight.setdefault(request_id, engine) is engine:
+                    self._client.engine_inflight[engine] += 1
+        _all(await self._ask("end_hold", [options] * self._size))
+        if found is None:
             return
-        for request_id, rank in self._rank_of.items():
-            engine = self._client.core_engines[rank]
-            if self._client.reqs_in_flight.setdefault(request_id, engine) is engine:
-                self._client.engine_inflight[engine] += 1
         place = found["directory"], found["generation"]
-        await asyncio.to_thread(_core.set_woken_from, *place, self._set_options())
+        try:
+            await asyncio.to_thread(_core.set_woken_from, *place, self._set_options())
+        except Error as problem:
+            logger.warning("all ranks go on from %s; after the wake: %s", found["path"], problem)
 
     def _set_options(self) -> dict:
         return {name: value for name in _SET_OPTIONS if (value := getattr(self._options, name)) is not None}
@@ -311,6 +353,10 @@ def _all(replies: list) -> list:
     raise failed[0]
 
 
+def _joined(sent: list[dict[str, int]]) -> dict[str, int]:
+    return {request_id: count for of_rank in sent for request_id, count in of_rank.items()}
+
+
 def _first(results: list):
     return results[0]
 
@@ -321,9 +367,12 @@ def _merged_reports(reports: list[dict]) -> dict:
     for report in reports:
         for name, size in report["checkpoint_parts"].items():
             parts[name] = parts.get(name, 0) + size
+    pauses = [report["pause_seconds"] for report in reports if "pause_seconds" in report]
+    acted = [report for report in reports if report["changed"]] or reports
     return reports[0] | {
         "changed": any(report["changed"] for report in reports),
         "fully_awake": all(report["fully_awake"] for report in reports),
+        "preserve_state": all(report["preserve_state"] for report in acted),
         "note": "; ".join(dict.fromkeys(report["note"] for report in reports if report["note"])),
         "checkpoint_parts": parts,
         "reload": sorted({tag for report in reports for tag in report["reload"]}),
@@ -333,7 +382,9 @@ def _merged_reports(reports: list[dict]) -> dict:
         "seconds": slowest["seconds"],
         "began": slowest.get("began"),
         "ledgers": [ledger for report in reports for ledger in report["ledgers"]],
-    } | {name: sum(report[name] for report in reports) for name in _SUMS}  # fmt: skip
+    } | {name: sum(report[name] for report in reports) for name in _SUMS} | (
+        {"pause_seconds": max(pauses)} if pauses else {}
+    )  # fmt: skip
 
 
 def _merged_outputs(reports: list[dict]) -> dict:
@@ -375,7 +426,6 @@ _NOTHING_RESTORED: dict[str, Any] = dict.fromkeys(_SUMS, 0) | {
 }  # fmt: skip
 _MERGED: dict[str, Callable[[list], Any]] = {
     "drain": sum,
-    "state": _merged_states,
     "ledger": lambda ledgers: [ledger for of_rank in ledgers for ledger in of_rank],
     "plan_sleep": _merged_plans,
     "checkpoint_to_wake": lambda found: found[0] if all(found) else "",

@@ -78,7 +78,8 @@ class EngineSide:
         # Of the checkpoint that is written while the engine serves: seconds of its stops, and when it began.
         self._paused_for_checkpoint = self._checkpoint_began = 0.0
         self.controller = _core.SleepController(self.hooks, _given(options, _CONTROLLER_OPTIONS))
-        self._held_sleep: dict = {}  # options of the sleep that waits for end_sleep()
+        self._held_sleep: dict | None = None  # options of the sleep that waits for end_sleep(); None: a checkpoint does
+        self._held_report: dict = {}  # what end_sleep() reports of what was known before
         self._pause_stays = False  # a pause outlasts the wake from the sleep in force
         self.updates = Updates(self)
         images = _given(options, _CHECKPOINT_OPTIONS)  # whose paths are given to other processes
@@ -102,8 +103,10 @@ class EngineSide:
         state = self.controller.state()
         return {"engine": state["engine"], "level": state["level"], "sent": self.sent({})}
 
-    def sent(self, _: dict) -> dict[str, int]:
-        """How many tokens each request has put out."""
+    def sent(self, options: dict) -> dict[str, int]:
+        """How many tokens each request has put out. "of_asleep": of an engine that is asleep; else none."""
+        if options.get("of_asleep") and self.controller.state()["engine"] != "asleep":
+            return {}
         requests = self.hooks.scheduler.requests
         sent = self.sessions.held()
         return sent | {request_id: len(request._output_token_ids) for request_id, request in requests.items()}
@@ -162,10 +165,15 @@ class EngineSide:
         finally:
             self.hooks.pause_travels = False
         if report.get("held"):
-            self._held_sleep = options
+            self._hold(options, report)
         else:
             self._slept(options, report)
         return report
+
+    def _hold(self, options: dict | None, report: dict) -> None:
+        """The sleep with these options, or a checkpoint (None), waits for end_sleep()."""
+        self._held_sleep = options
+        self._held_report = {name: report[name] for name in ("bound_requests", "began")}
 
     def _slept(self, options: dict, report: dict) -> None:
         """Do what vLLM's own sleep does with a pause, and at level 0 with requests."""
@@ -203,6 +211,9 @@ class EngineSide:
                 options.get("metadata", {}),
             )
         )
+        if report.get("held"):
+            self._hold(None, report)
+            return report
         return report | {"pause_seconds": self.hooks.pause_seconds} | self._stay(options)
 
     def _stay(self, options: dict) -> dict:
@@ -251,9 +262,12 @@ class EngineSide:
         """Of one of several engines, which has kept all and waits: it sleeps, or it is as if nothing had been asked."""
         with self._executor_told():
             report = self.controller.end_sleep(options["keep"])
-        if options["keep"]:
-            self._slept(self._held_sleep, report)
-        return report
+        if not options["keep"]:
+            return report
+        if self._held_sleep is None:
+            return report | self._held_report | {"pause_seconds": self.hooks.pause_seconds}
+        self._slept(self._held_sleep, report)
+        return report | self._held_report
 
     def fingerprint(self, _: dict) -> dict[str, str]:
         return self.controller.fingerprint()

@@ -165,12 +165,11 @@ class BlockingSide:
         unfinished = {i for i, request in in_core.items() if not request.is_finished()} | given.hibernated
         processor.abort_requests([i for i in processor.request_states if i not in unfinished], internal=True)
 
-    def aborted(self) -> None:
-        """The engine core has no requests any more. One in another process sends word of it."""
+    def aborted(self, requests: Iterable[str] | None = None) -> None:
+        """The engine core has these requests, or any, no more. One in another process sends word of it."""
         if isinstance(self.engine.engine_core, InprocClient):
-            self.engine.output_processor.abort_requests(
-                list(self.engine.output_processor.request_states), internal=True
-            )
+            processor = self.engine.output_processor
+            processor.abort_requests(list(processor.request_states if requests is None else requests), internal=True)
 
     def woken(self, report: Report) -> None:
         step_outputs.of(self.engine).asleep = not report.fully_awake
@@ -246,7 +245,7 @@ class AsyncSide:
     def stays(self, state: str) -> None:
         pass
 
-    def aborted(self) -> None:
+    def aborted(self, requests: Iterable[str] | None = None) -> None:
         pass
 
     def woken(self, report: Report) -> None:
@@ -376,7 +375,7 @@ async def caught_up_with(side: BlockingSide | AsyncSide, sent: dict[str, int], e
     states = side.engine.output_processor.request_states
 
     def behind() -> list[str]:
-        late = [i for i in sent if i in states and states[i].detokenizer.num_output_tokens() < sent[i]]
+        late = [i for i in sent if i in states and _lags(states[i], sent[i])]
         return late + [i for i in ended if i in states]
 
     await _received(behind, lambda _: side.receive())
@@ -405,12 +404,19 @@ async def _received(still_behind: Callable[[], list[str]], receive: Callable[[li
         await receive(behind)
 
 
-async def _so_far(side: BlockingSide | AsyncSide) -> list[dict]:
-    """The tokens of all requests of an engine that is asleep."""
-    if (await side.call("state"))["engine"] != "asleep":
-        return []
-    await caught_up(side, (await side.call("freeze"))["sent"])
-    return front_end.so_far(side.engine.output_processor)
+async def _so_far(side: BlockingSide | AsyncSide) -> dict[str, dict]:
+    """The tokens of all requests of an engine that is asleep, by their ids there. Of several engines some may be."""
+    sent = await side.call("sent", {"of_asleep": True})
+    await caught_up_with(side, sent)
+    return front_end.so_far(side.engine.output_processor, sent)
+
+
+async def _note_aborted(side: BlockingSide | AsyncSide, so_far: dict[str, dict]) -> None:
+    """After a wake that did not come to its end: what has ended all the same is for the report of the next one."""
+    kept = await side.call("sent")
+    aborted = {request_id: answer for request_id, answer in so_far.items() if request_id not in kept}
+    side.engine.torpor_aborted = [*getattr(side.engine, "torpor_aborted", ()), *aborted.values()]
+    side.aborted(aborted)
 
 
 async def wake_up(side: BlockingSide | AsyncSide, values: dict) -> WakeReport:
@@ -461,7 +467,7 @@ async def _latest(side: BlockingSide | AsyncSide, values: dict) -> str:
 
 
 async def _wake_up(side: BlockingSide | AsyncSide, values: dict) -> WakeReport:
-    so_far = await _so_far(side) if values.get("kv") == "abort" else []
+    so_far = await _so_far(side) if values.get("kv") == "abort" else {}
     if values.get("kv") in ("recompute", "abort"):  # the engine core will clear its own, whose shadow this is
         await side.clear_caches()
     try:
@@ -470,6 +476,11 @@ async def _wake_up(side: BlockingSide | AsyncSide, values: dict) -> WakeReport:
         if values.get("hold"):  # the engine core goes on with it, and would hold what it restored for ever
             with contextlib.suppress(Error):  # nothing is held if it failed
                 await side.call("end_hold", {"keep": False})
+        raise
+    except Error as problem:
+        if so_far and problem.state_changed:
+            with contextlib.suppress(Exception):
+                await _note_aborted(side, so_far)
         raise
     if values.get("hold") and report.changed:
         outputs = report["outputs"]
@@ -484,10 +495,16 @@ async def _wake_up(side: BlockingSide | AsyncSide, values: dict) -> WakeReport:
             raise
         await side.call("end_hold", {"keep": True})
     side.woken(report)
-    if values.get("kv") == "abort":
-        report["aborted"] = so_far if report.changed and report.fully_awake else []
-        if report["aborted"]:
+    aborted: list[dict] = []
+    if report.fully_awake:
+        if report.changed and so_far:
+            aborted += so_far.values()
             side.aborted()
+        aborted = vars(side.engine).pop("torpor_aborted", []) + aborted
+    elif so_far:
+        await _note_aborted(side, so_far)
+    if aborted or values.get("kv") == "abort":
+        report["aborted"] = aborted
     if report and side.engine.logger_manager is not None:
         side.engine.logger_manager.record_sleep_state(0, 0)
     return report
@@ -498,11 +515,11 @@ def _behind(processor, sent: dict[str, int]) -> list[str]:
 
     One that the engine has no more has ended: its last output is on the way.
     """
-    return [
-        i
-        for i, state in processor.request_states.items()
-        if i not in sent or (state.detokenizer is not None and state.detokenizer.num_output_tokens() < sent[i])
-    ]
+    return [i for i, state in processor.request_states.items() if i not in sent or _lags(state, sent[i])]
+
+
+def _lags(state: RequestState, sent: int) -> bool:
+    return state.detokenizer is not None and state.detokenizer.num_output_tokens() < sent
 
 
 # --- LLM and LLMEngine ------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ Tokens and sampling parameters are not stored twice: the engine core adds its ow
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -157,19 +157,20 @@ def fail(processor: OutputProcessor, failed: list[dict]) -> list[RequestOutput]:
     return processor.process_outputs(ends).request_outputs
 
 
-def so_far(processor: OutputProcessor) -> list[dict]:
-    """What each unfinished request was answered, and the token spans (version, start, end) of each set of weights."""
-    return [
-        {
+def so_far(processor: OutputProcessor, requests: Container[str]) -> dict[str, dict]:
+    """What each of these requests was answered, by its id in the engine core, and the token spans (version, start, end)
+    of each set of weights."""
+    return {
+        request_id: {
             "request_id": state.external_req_id,
             "index": state.request_index,
             "prompt_token_ids": list(state.prompt_token_ids or ()),
             "token_ids": list(state.detokenizer.output_token_ids),
             "weight_versions": _versions(state),
         }
-        for state in processor.request_states.values()
-        if state.detokenizer is not None
-    ]
+        for request_id, state in processor.request_states.items()
+        if request_id in requests and state.detokenizer is not None
+    }
 
 
 def _versions(state: RequestState) -> list[list]:
