@@ -148,12 +148,13 @@ class VllmHooks:
 
         Raises TimedOut as OtherConnector.finish_transfers(); then no request has ended.
         """
-        if not self._frees_memory():
+        sleep = self.falling_asleep
+        if sleep is None or not self._frees_memory():
             return
         if self.other_connector.follows:
             self.other_connector.finish_transfers(timeout)
             connector_sleep.let_those_with_blocks_go_first(self.scheduler)
-        elif not self.falling_asleep.get("preserve_state"):  # else it is refused
+        elif not sleep.get("preserve_state"):  # else it is refused
             self.other_connector.end_transfers(timeout)
 
     def _finish_transfers(self, deadline: float | None, everything: bool) -> None:

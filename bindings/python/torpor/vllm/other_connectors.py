@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -75,7 +76,7 @@ def _implements(cls, hook: str) -> bool:
     return getattr(cls, hook, None) not in (None, getattr(KVConnectorBase_V1, hook, None))
 
 
-def _classes(transfer) -> list[tuple[type, KVTransferConfig]]:
+def _classes(transfer) -> list[tuple[Any, KVTransferConfig]]:
     """Return the connector's class and configuration, then those of each connector inside it if it is vLLM's
     MultiConnector or one derived from that."""
     configs = [transfer]
