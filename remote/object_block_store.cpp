@@ -187,9 +187,8 @@ void ObjectBlockStore::put_items(std::span<Item> items) {
     while (end < absent.size() && end - first < kMostPackBlocks && (bytes == 0 || bytes < kMostPack))
       bytes += kFrameBytes + absent[end++]->body.size();
     const std::span<Item* const> some = std::span(absent).subspan(first, end - first);
-    const Status put = breaker_.may_ask()
-                           ? put_pack(some)
-                           : Status(unavailable("the object store is not asked for a while"));
+    const Status put =
+        breaker_.may_ask() ? put_pack(some) : Status(unavailable("the object store is not asked for a while"));
     for (Item* const item : some) item->status = put;
     first = end;
   }
