@@ -97,14 +97,10 @@ class PyBlockTier {
   // Forget all blocks. Later processes find no blocks on disk either, but still those of a shared store.
   void forget() {
     BlockTier& to = tier();
-    const Status done = without_lock([&] {
-      RenewedEpoch renewed = directory_.empty() ? RenewedEpoch{.word = random_cache_epoch(), .kept = ok()}
-                                                : renew_cache_epoch(module_files(), directory_);
-      const Status forgotten = to.forget(digest_of_text(space_ + renewed.word));  // in this process in any case
-      if (!forgotten) return forgotten;
-      return renewed.kept;
-    });
-    value_or_raise(done);
+    value_or_raise(without_lock([&] {  // not of a full disk: vLLM would leave its reset in the middle
+      const std::string word = directory_.empty() ? random_cache_epoch() : new_epoch_of(directory_);
+      return to.forget(digest_of_text(space_ + word));
+    }));
   }
 
   py::list take_removed() {
@@ -158,7 +154,7 @@ class PyBlockTier {
       std::string word;
       if (options.kv_store.empty()) {
         TORPOR_ASSIGN_OR_RETURN(DiskBlocks blocks, open_disk_blocks(options, bytes));
-        TORPOR_ASSIGN_OR_RETURN(word, cache_epoch(module_files(), directory_));
+        word = epoch_of(directory_);
         with.disk_segments = blocks.segments;
         with.segment_slots = blocks.segment_slots;
         store = std::move(blocks.store);

@@ -20,7 +20,6 @@
 #include "engine/rank_memory.h"
 #include "kvcache/offload_worker.h"
 #include "offload/background_sync.h"
-#include "offload/cache_epoch.h"
 #include "offload/host_store.h"
 
 namespace py = pybind11;
@@ -235,22 +234,6 @@ class ConnectorWorker {
   std::vector<LoadedRequest> loaded_;
 };
 
-// Return the cache epoch of a directory. If it cannot be read, return one under which nothing was stored.
-std::string epoch_of(const std::string& directory) {
-  const Result<std::string> word = without_lock([&] { return cache_epoch(module_files(), directory); });
-  if (word) return *word;
-  log().warn("what is on disk is not found again: {}", word.error());
-  return random_cache_epoch();
-}
-
-std::string new_epoch_of(const std::string& directory) {
-  RenewedEpoch renewed = without_lock([&] { return renew_cache_epoch(module_files(), directory); });
-  if (!renewed.kept) {
-    log().warn("after a restart, blocks from before this reset may be found again: {}", renewed.kept.error());
-  }
-  return std::move(renewed.word);
-}
-
 }  // namespace
 
 void bind_connector_worker(py::module_& module) {
@@ -273,8 +256,9 @@ void bind_connector_worker(py::module_& module) {
       .def("wait", &ConnectorWorker::wait, "Returns when nothing of a plan is under way.")
       .def("close", &ConnectorWorker::close)
       .def("idle", &ConnectorWorker::idle);
-  module.def("cache_epoch", &epoch_of, py::arg("directory"), "The word in the name of the namespace on disk.");
-  module.def("renew_cache_epoch", &new_epoch_of, py::arg("directory"),
+  module.def("cache_epoch", &epoch_of, py::call_guard<py::gil_scoped_release>(), py::arg("directory"),
+             "The word in the name of the namespace on disk.");
+  module.def("renew_cache_epoch", &new_epoch_of, py::call_guard<py::gil_scoped_release>(), py::arg("directory"),
              "Another one; what was stored before is not found.");
 }
 

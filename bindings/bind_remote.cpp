@@ -40,6 +40,7 @@ class OperationLimit {
 constexpr int kOperationsPerTerm = 3;
 
 struct RemoteHome {
+  std::shared_ptr<std::atomic<bool>> stopped;  // copies
   std::unique_ptr<remote::ObjectStore> store;  // without a time limit, for copies
   std::shared_ptr<OperationLimit> limit;
   std::unique_ptr<remote::ObjectStore> records;
@@ -48,10 +49,11 @@ struct RemoteHome {
   remote::Ownership ownership;
   std::unique_ptr<remote::KeptLease> sending{};  // from send() until publish(): nothing names yet what was sent
 
-  RemoteHome(std::unique_ptr<remote::ObjectStore> store, std::shared_ptr<OperationLimit> limit,
-             std::unique_ptr<remote::ObjectStore> records, std::shared_ptr<const Key> key, std::string holder,
-             std::chrono::milliseconds term, std::string address)
-      : store(std::move(store)),
+  RemoteHome(std::shared_ptr<std::atomic<bool>> stopped, std::unique_ptr<remote::ObjectStore> store,
+             std::shared_ptr<OperationLimit> limit, std::unique_ptr<remote::ObjectStore> records,
+             std::shared_ptr<const Key> key, std::string holder, std::chrono::milliseconds term, std::string address)
+      : stopped(std::move(stopped)),
+        store(std::move(store)),
         limit(std::move(limit)),
         records(std::move(records)),
         key(std::move(key)),
@@ -78,12 +80,13 @@ std::unique_ptr<RemoteHome> open_home(const std::string& url, double term_second
   std::shared_ptr<const Key> key = key_from(key_file);
   const std::chrono::milliseconds term(static_cast<int64_t>(term_seconds * 1000));
   auto limit = std::make_shared<OperationLimit>(term / kOperationsPerTerm);
-  std::unique_ptr<remote::ObjectStore> store =
-      value_or_raise(without_lock([&] { return remote::open_object_store(module_files(), url); }));
+  auto stopped = std::make_shared<std::atomic<bool>>(false);
+  std::unique_ptr<remote::ObjectStore> store = value_or_raise(without_lock(
+      [&] { return remote::open_object_store(module_files(), url, [stopped] { return stopped->load(); }); }));
   std::unique_ptr<remote::ObjectStore> records = value_or_raise(without_lock(
       [&] { return remote::open_object_store(module_files(), url, {}, [limit] { return limit->seconds_left(); }); }));
-  return std::make_unique<RemoteHome>(std::move(store), std::move(limit), std::move(records), std::move(key),
-                                      hex(random_seal_id()), term, address);
+  return std::make_unique<RemoteHome>(std::move(stopped), std::move(store), std::move(limit), std::move(records),
+                                      std::move(key), hex(random_seal_id()), term, address);
 }
 
 struct Sent {
@@ -198,7 +201,10 @@ void bind_remote(py::module_& module) {
           [](RemoteHome& self, const std::string& directory) {
             return value_or_raise(without_lock([&] { return fetch_answers(self, directory); }));
           },
-          py::arg("directory"), "The newest answers alone come into the directory. False: there are none.");
+          py::arg("directory"), "The newest answers alone come into the directory. False: there are none.")
+      .def(
+          "stop_copies", [](RemoteHome& self) { *self.stopped = true; },
+          "What is sent or fetched now, or later, raises Aborted soon.");
 }
 
 }  // namespace torpor

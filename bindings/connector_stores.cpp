@@ -9,6 +9,7 @@
 #include "base/units.h"
 #include "bindings/bind_values.h"
 #include "bindings/module_files.h"
+#include "offload/cache_epoch.h"
 #include "offload/segment_store.h"
 #ifdef TORPOR_HAS_REMOTE
 #include "bindings/mooncake_client.h"
@@ -140,6 +141,21 @@ Result<std::unique_ptr<SlotStore>> open_shared_blocks([[maybe_unused]] const Con
                .what = "a remote store for KV blocks: this build of torpor knows none",
                .next_step = "install the packages of docs/vllm.md, then build it on this machine: pip install ."};
 #endif
+}
+
+std::string epoch_of(const std::string& directory) {
+  const Result<std::string> word = cache_epoch(module_files(), directory);
+  if (word) return *word;
+  log().warn("what is on disk is not found again: {}", word.error());
+  return random_cache_epoch();
+}
+
+std::string new_epoch_of(const std::string& directory) {
+  RenewedEpoch renewed = renew_cache_epoch(module_files(), directory);
+  if (!renewed.kept) {
+    log().warn("after a restart, blocks from before this reset may be found again: {}", renewed.kept.error());
+  }
+  return std::move(renewed.word);
 }
 
 }  // namespace torpor

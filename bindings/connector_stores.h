@@ -45,4 +45,9 @@ Result<DiskBlocks> open_disk_blocks(const ConnectorStoreOptions& options, uint64
 // kUnsupported: this build of torpor knows no such store.
 Result<std::unique_ptr<SlotStore>> open_shared_blocks(const ConnectorStoreOptions& options, uint64_t bytes);
 
+// Return the cache epoch of a directory. If it cannot be read, return one under which nothing was stored.
+std::string epoch_of(const std::string& directory);
+// Return another one. If it cannot be kept, it still applies to this process, and the log says what that means.
+std::string new_epoch_of(const std::string& directory);
+
 }  // namespace torpor

@@ -13,6 +13,7 @@ namespace torpor {
 namespace {
 
 constexpr std::string_view kPrefix = "space-";
+constexpr std::string_view kUnfinished = "space-unfinished";  // where a new word is written
 constexpr uint32_t kNumbers = 1u << 30;
 
 std::string name_of(uint32_t number) { return fmt::format("{}{}", kPrefix, number); }
@@ -37,6 +38,12 @@ bool is_word(std::string_view text) {
   return std::all_of(text.begin(), text.end(), [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); });
 }
 
+Error no_word(const std::string& file) {
+  return Error{.code = Code::kCorruption,
+               .what = fmt::format("{} is not the word of a namespace", file),
+               .next_step = "nothing: what is on disk is computed again"};
+}
+
 // Return the word in the file. kCorruption if it was not written whole, or is not a word.
 Result<std::string> read_word(const Directory& directory, uint32_t number) {
   TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, directory.open_file(name_of(number)));
@@ -44,20 +51,19 @@ Result<std::string> read_word(const Directory& directory, uint32_t number) {
   std::string word(kCacheEpochBytes, '\0');
   if (bytes == word.size()) TORPOR_RETURN_IF_ERROR(file->pread(std::as_writable_bytes(std::span(word)), 0));
   if (bytes == word.size() && is_word(word)) return word;
-  return Error{.code = Code::kCorruption,
-               .what = fmt::format("{} is not the word of a namespace", file->name()),
-               .next_step = "nothing: what is on disk is computed again"};
+  return no_word(file->name());
 }
 
 Status write_word(FileSystem& files, const std::string& path, const std::string& word) {
   TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<Directory> directory, files.open_directory(path, true));
   TORPOR_ASSIGN_OR_RETURN(const std::vector<uint32_t> there, numbers_in(*directory));
-  const std::string name = name_of(there.empty() ? 1 : there.front() + 1);
   {
-    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, directory->create_file(name));
+    TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, directory->open_slots(kUnfinished, FileIo::kPlain));
+    TORPOR_RETURN_IF_ERROR(file->truncate(0));
     TORPOR_RETURN_IF_ERROR(file->pwrite(std::as_bytes(std::span(word)), 0));
     TORPOR_RETURN_IF_ERROR(file->sync());
   }
+  TORPOR_RETURN_IF_ERROR(directory->rename_new(kUnfinished, name_of(there.empty() ? 1 : there.front() + 1)));
   TORPOR_RETURN_IF_ERROR(directory->sync());
   for (const uint32_t number : there) (void)directory->remove_file(name_of(number));  // the newest file counts
   return ok();
@@ -65,12 +71,16 @@ Status write_word(FileSystem& files, const std::string& path, const std::string&
 
 }  // namespace
 
-// If the machine stopped while the newest file was being written, the file before it still exists, and counts.
+// Where a new word was not written whole, as on a full disk, nobody may find what the older word names: a process may
+// have forgotten it. A torn file `space-N` is of an older torpor, whose process ended before it forgot anything.
 Result<std::string> cache_epoch(FileSystem& files, const std::string& path) {
   return try_catch([&]() -> Result<std::string> {
     const Result<std::unique_ptr<Directory>> directory = files.open_directory(path, false);
     if (!directory && directory.error().code == Code::kNotFound) return std::string();
     if (!directory) return directory.error();
+    const Result<std::unique_ptr<File>> unfinished = (*directory)->open_file(kUnfinished);
+    if (unfinished) return no_word((*unfinished)->name());
+    if (unfinished.error().code != Code::kNotFound) return unfinished.error();
     TORPOR_ASSIGN_OR_RETURN(const std::vector<uint32_t> there, numbers_in(**directory));
     for (const uint32_t number : there) {
       Result<std::string> word = read_word(**directory, number);

@@ -19,7 +19,8 @@ inline constexpr size_t kCacheEpochBytes = 32;  // characters 0-9 and a-f
 // word cannot be read.
 Result<std::string> cache_epoch(FileSystem& files, const std::string& directory);
 
-// A new word. It applies to this process even if `kept` is an error; then a later process may find older blocks.
+// A new word. It applies to this process even if `kept` is an error. Then later processes find no blocks until it is
+// renewed; or the older ones, if not even an empty file could be made.
 struct RenewedEpoch {
   std::string word;
   Status kept;

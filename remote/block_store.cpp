@@ -153,9 +153,10 @@ void BlockStore::do_put(std::span<RecordPart> parts) {
     if (!part.status) continue;
     Item item;
     if (slot_of(part) >= options_.slots || full) {
-      part.status = Error{.code = Code::kResourceExhausted,
-                          .what = full ? "the remote store has no room" : "no such slot in the remote store",
-                          .next_step = "it is not stored there"};
+      part.status =
+          Error{.code = Code::kResourceExhausted,
+                .what = full ? "the remote store takes nothing for a while" : "no such slot in the remote store",
+                .next_step = "it is not stored there"};
     } else if (key_of(part).space == 0) {
       part.status = unsupported("blocks without a key");
     } else {

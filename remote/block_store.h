@@ -89,7 +89,7 @@ class BlockStore : public SlotStore {
   // Open, decode and verify the bytes behind the frame into the item's part. `room` has these bytes; it may be the
   // part's memory.
   Status open_value(const Item& item, const BlockFrame& frame, const FrameBytes& head, std::span<std::byte> room) const;
-  void no_room();                                        // the server is full: puts nothing for a while
+  void no_room();                                        // the server takes none: puts nothing for a while
   std::optional<Digest> space_of(uint32_t space) const;  // with a key, salted
 
   static Error unavailable(std::string what);

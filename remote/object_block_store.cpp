@@ -30,6 +30,12 @@ double call_seconds_left() {
   return std::chrono::duration<double>(call_ends - std::chrono::steady_clock::now()).count();
 }
 
+// Return whether other calls of the store would fail in the same way: it is not an answer about one object.
+bool is_of_all_calls(const Error& error) {
+  return error.code == Code::kUnavailable || error.code == Code::kAborted || error.code == Code::kUnauthenticated ||
+         error.code == Code::kFailedPrecondition;
+}
+
 BlockStoreOptions block_options(const ObjectBlockStoreOptions& options, const std::string& url) {
   return BlockStoreOptions::of(options, "", url.substr(0, url.find(':')));
 }
@@ -117,9 +123,10 @@ size_t ObjectBlockStore::known_objects() const {
   return packs_.size() + indexes_.size();
 }
 
-// Report the result of a call to the breaker. An error that the store answered with is an answer, too.
-void ObjectBlockStore::record_answer(const Status& status) {
-  if (status || (status.error().code != Code::kUnavailable && status.error().code != Code::kAborted)) {
+// Report the result of a call to the breaker. An error about one object is an answer, too.
+void ObjectBlockStore::record_answer(const Status& status, bool writes) {
+  if (!status && writes && status.error().code == Code::kUnauthenticated) return;  // who may not write may still read
+  if (status || !is_of_all_calls(status.error())) {
     if (breaker_.succeeded()) log().info("KV connector: {} answers again", store_->url());
   } else if (breaker_.failed()) {
     log().warn("KV connector: {} is not asked for a while: {}", store_->url(), status.error());
@@ -180,9 +187,8 @@ void ObjectBlockStore::put_items(std::span<Item> items) {
     while (end < absent.size() && end - first < kMostPackBlocks && (bytes == 0 || bytes < kMostPack))
       bytes += kFrameBytes + absent[end++]->body.size();
     const std::span<Item* const> some = std::span(absent).subspan(first, end - first);
-    const Status put = breaker_.may_ask()
-                           ? put_pack(some)
-                           : Status(unavailable("the object store did not answer; it is not asked for a while"));
+    const Status put =
+        breaker_.may_ask() ? put_pack(some) : Status(unavailable("the object store is not asked for a while"));
     for (Item* const item : some) item->status = put;
     first = end;
   }
@@ -210,9 +216,10 @@ Status ObjectBlockStore::put_pack(std::span<Item* const> items) {
   const std::string folder = pack_folder(space, options_.rank);
   begin_call(options_.timeout);
   const Result<bool> created = store_->put_new(key_of_pack(folder, name), object);  // false: by its first attempt
-  record_answer(created ? ok() : Status(created.error()));
+  record_answer(created ? ok() : Status(created.error()), true);
   if (!created) {
-    if (created.error().code == Code::kResourceExhausted) no_room();
+    const Code code = created.error().code;
+    if (code == Code::kResourceExhausted || code == Code::kUnauthenticated) no_room();
     return created.error();
   }
   if (add_pack(folder, name, space, entries)) add_head(folder, name, head);
@@ -228,10 +235,10 @@ void ObjectBlockStore::get_items(std::span<Item> items) {
       read(run);
       // A read that the store did not answer leaves no time for the others.
       const Status& first = run.items[0].first->status;
-      answers = first || first.error().code != Code::kUnavailable;
+      answers = first || !is_of_all_calls(first.error());
       continue;
     }
-    for (const auto& [item, bytes] : run.items) item->status = unavailable("the object store did not answer");
+    for (const auto& [item, bytes] : run.items) item->status = unavailable("the object store is not asked for a while");
   }
 }
 
@@ -271,7 +278,7 @@ void ObjectBlockStore::read(Run& run) {
   std::vector<std::byte> buffer(run.bytes);
   begin_call(options_.timeout);
   const Status came = store_->get_range(run.key, run.offset, buffer);
-  record_answer(came);
+  record_answer(came, false);
   if (!came) {
     const bool gone = came.error().code == Code::kNotFound;
     if (gone) {
@@ -411,8 +418,8 @@ Status ObjectBlockStore::look_once() {
   }
   if (!space) return ok();
   if (!breaker_.may_ask())
-    return try_catch(
-        []() -> Status { return unavailable("the object store did not answer; it is not asked for a while"); });
+    return try_catch([]() -> Status { return unavailable("the object store is not asked for a while"); });
+  bool writes = false;
   Status looked = try_catch([&]() -> Status {
     TORPOR_RETURN_IF_ERROR(look_at(*space));
     {
@@ -420,11 +427,12 @@ Status ObjectBlockStore::look_once() {
       if (space == space_) looked_ = Looked::kDone;  // find() need not wait for the rest
     }
     changed_.notify_all();
+    writes = true;
     TORPOR_RETURN_IF_ERROR(write_indexes());
     TORPOR_RETURN_IF_ERROR(sweep());
     return remove_unfinished();
   });
-  record_answer(looked);
+  record_answer(looked, writes);
   return looked;
 }
 

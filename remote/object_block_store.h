@@ -17,8 +17,9 @@
 //
 // Each engine removes packs and indexes older than `expire`, of all namespaces; a block of a removed pack is a miss. It
 // also removes what a put has begun and not ended within an hour.
-// Each call has a deadline; after a few failures in a row the engine asks the store nothing for a while
-// (remote/breaker.h). A process does not read a damaged block again; the pack stays, for its other blocks.
+// Each call has a deadline; after a few failures in a row, also refusals of its credentials or its bucket, the engine
+// asks the store nothing for a while (remote/breaker.h). With credentials that may not write it still reads. A process
+// does not read a damaged block again; the pack stays, for its other blocks.
 //
 // Threads: all methods from any; a thread of its own lists the packs.
 #pragma once
@@ -103,7 +104,7 @@ class ObjectBlockStore final : public BlockStore {
   std::vector<Run> runs_of(std::span<Item> items);
   void read(Run& run);
   void forget_items(std::span<Item> items);
-  void record_answer(const Status& status);
+  void record_answer(const Status& status, bool writes);
 
   void run();
   Status look_once();

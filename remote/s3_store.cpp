@@ -85,8 +85,16 @@ std::string explanation(const std::string& text) {
   return words == ": " ? "" : fmt::format(" ({})", harmless(words));
 }
 
-bool worth_another_try(CURLcode code, long status) {
-  if (code == CURLE_OK) return status == 409 || status == 429 || status == 500 || status == 502 || status == 503;
+// Return whether an error of the server is this one.
+bool is_error(const std::string& text, std::string_view code) {
+  return text.find(fmt::format("<Code>{}</Code>", code)) != std::string::npos;
+}
+
+bool worth_another_try(CURLcode code, long status, const std::string& text) {
+  if (code == CURLE_OK) {
+    return status == 408 || status == 409 || status == 429 || status == 500 || (status >= 502 && status <= 504) ||
+           (status == 400 && is_error(text, "RequestTimeout"));
+  }
   return code == CURLE_COULDNT_CONNECT || code == CURLE_COULDNT_RESOLVE_HOST || code == CURLE_GOT_NOTHING ||
          code == CURLE_SEND_ERROR || code == CURLE_RECV_ERROR || code == CURLE_PARTIAL_FILE ||
          code == CURLE_OPERATION_TIMEDOUT || code == CURLE_HTTP2 || code == CURLE_HTTP2_STREAM;
@@ -223,6 +231,13 @@ class S3Store final : public ObjectStore {
     Error error{.code = Code::kUnavailable,
                 .what = fmt::format("{} was answered {}{}", words_for(call), answer.status, explanation(answer.text)),
                 .next_step = "try again"};
+    if (is_error(answer.text, "RequestTimeout")) return error;
+    if (is_error(answer.text, "ExpiredToken") || is_error(answer.text, "InvalidToken") ||
+        is_error(answer.text, "TokenRefreshRequired")) {
+      error.code = Code::kUnauthenticated;
+      error.next_step = "get new credentials, AWS_SESSION_TOKEN among them, and check this machine's clock";
+      return error;
+    }
     switch (answer.status) {
       case 401:
       case 403:
@@ -239,6 +254,8 @@ class S3Store final : public ObjectStore {
       case 400:
         error.code = Code::kFailedPrecondition;
         error.next_step = "check AWS_REGION and AWS_ENDPOINT_URL";
+        if (answer.text.empty())  // as that of a HEAD
+          error.next_step += ", and whether the credentials have expired";
         break;
       case 413:
       case 507:
@@ -286,7 +303,7 @@ class S3Store final : public ObjectStore {
           .handle = handle.get(), .body = call.body, .room = call.room, .success = call.success, .stop = &stop_};
       TORPOR_ASSIGN_OR_RETURN(const CURLcode code, perform(call, credentials, exchange, words.data()));
       Answer answer{.status = exchange.status, .received = exchange.received, .text = std::move(exchange.text)};
-      if (!worth_another_try(code, answer.status)) {
+      if (!worth_another_try(code, answer.status, answer.text)) {
         if (code != CURLE_OK) return error_of(call, code, exchange, words.data());
         curl_off_t length = 0;
         curl_easy_getinfo(handle.get(), CURLINFO_CONTENT_LENGTH_DOWNLOAD_T, &length);

@@ -3,10 +3,11 @@
 // pugixml.
 //
 // A key is created with "If-None-Match: *", which servers grant to exactly one of several writers. Transient failures
-// (no connection, reset, 429, 409, 500, 502, 503) are retried after pauses of random, growing length. An attempt ends
-// when nothing arrived for `stalled_seconds`. A repeated put may find the object of its first attempt; it then returns
-// that the key existed. So a call takes at most attempts * stalled_seconds if the server accepts connections and says
-// nothing, and attempts * connect_seconds if there is no server; or less with `seconds_left`.
+// (no connection, reset, 408, 409, 429, 500, 502, 503, 504, RequestTimeout) are retried after pauses of random, growing
+// length. An attempt ends when nothing arrived for `stalled_seconds`. A repeated put may find the object of its first
+// attempt; it then returns that the key existed. So a call takes at most attempts * stalled_seconds if the server
+// accepts connections and says nothing, and attempts * connect_seconds if there is no server; or less with
+// `seconds_left`.
 //
 // Threads and errors: as ObjectStore.
 #pragma once

@@ -41,8 +41,11 @@ TEST_F(CacheEpoch, ItLastsUntilTheNextOne) {
   EXPECT_EQ(value_of(value_of(linux_file_system().open_directory(path_, false))->list()).size(), 1u);
 }
 
-// Whichever call fails: either word, whole, or an error; and what it is renewed to is another one in any case.
+// Whichever call fails: either word, whole, or an error; and what it is renewed to is another one in any case. The old
+// one counts only if no file could be made.
 TEST_F(CacheEpoch, WhicheverCallFailsItIsTheOldOneOrTheNew) {
+  uint64_t old = 0;
+  uint64_t unknown = 0;
   for (uint64_t call = 1, fired = 1; fired != 0; ++call) {
     const std::string before = renew();
     FaultyFileSystem files;
@@ -50,12 +53,31 @@ TEST_F(CacheEpoch, WhicheverCallFailsItIsTheOldOneOrTheNew) {
     const RenewedEpoch renewed = renew_cache_epoch(files, path_);
     fired = files.plan.fired() ? 1 : 0;
     EXPECT_NE(renewed.word, before);
-    const std::string now = word();
-    EXPECT_TRUE(now == renewed.word || (!renewed.kept && now == before)) << "call " << call;
+    const Result<std::string> now = cache_epoch(linux_file_system(), path_);
+    old += now && *now == before ? 1 : 0;
+    unknown += now ? 0 : 1;
+    EXPECT_TRUE(!renewed.kept || (now && *now == renewed.word)) << "call " << call;
+    EXPECT_TRUE(!now || *now == renewed.word || *now == before) << "call " << call;
     files.plan.set(Fault::kError, call);
     const Result<std::string> read = cache_epoch(files, path_);
-    EXPECT_TRUE(!read || *read == now) << "call " << call;
+    EXPECT_TRUE(!read || (now && *read == *now)) << "call " << call;
   }
+  EXPECT_EQ(old, 3u);      // of opening and listing the directory, and of making the file
+  EXPECT_EQ(unknown, 4u);  // of cutting, writing, syncing and renaming it
+}
+
+TEST_F(CacheEpoch, OnAFullDiskNothingOfTheOldOneIsFoundUntilItIsRenewed) {
+  const auto fails = [&] {
+    FaultyFileSystem files;
+    files.plan.set(Fault::kErrorTorn, 5, ENOSPC, true);
+    EXPECT_FAILS(renew_cache_epoch(files, path_).kept, Code::kResourceExhausted);
+    EXPECT_FAILS(cache_epoch(linux_file_system(), path_), Code::kCorruption, "space-unfinished is not the word");
+  };
+  fails();  // the first one
+  const std::string after = renew();
+  EXPECT_EQ(word(), after);
+  fails();
+  EXPECT_NE(renew(), after);
 }
 
 TEST_F(CacheEpoch, OneThatWasNotWrittenWholeDoesNotCount) {

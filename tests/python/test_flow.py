@@ -176,6 +176,10 @@ def events(*inputs: tuple[str, dict]) -> list[str]:
     return lines
 
 
+def of_process(pid: int, *inputs: tuple[str, dict]) -> list[str]:
+    return [json.dumps(json.loads(line) | {"process": "core0", "pid": pid}) for line in events(*inputs)]
+
+
 def asked(name: str, step: int, prompt: list[int], **more) -> list[tuple[str, dict]]:
     sampling = sampling_to_value(SamplingParams(temperature=0, max_tokens=4))
     words = {"id": name, "step": step, "priority": 0, "salt": None, "sampling": sampling, "tokens": len(prompt)}
@@ -228,6 +232,13 @@ def test_a_replay_aborts_what_was_aborted_and_names_what_it_leaves_out():
     assert result["skipped"] == {
         "image": "images or embeddings in its prompt", "cut": "a part of its prompt is missing"
     }  # fmt: skip
+
+
+def test_inputs_of_other_processes_beside_those_of_an_engine_are_passed_over():
+    one = of_process(1, ENGINE, *asked("a", 0, [1, 2]), *answered("a", [3]))
+    other = of_process(2, *[("console", {"id": "a"})] * (len(one) // 2))
+    recorded = replay.read([line for pair in zip(one, other, strict=True) for line in pair])
+    assert [(each.prompt, each.tokens) for each in recorded.requests] == [([1, 2], [3])]
 
 
 def test_of_an_answer_with_a_gap_a_replay_compares_what_comes_before():
@@ -363,6 +374,9 @@ def test_inputs_that_are_no_beginning_of_a_request_are_named_and_none_is_kept(mo
     [
         (events(("engine", {})), "has no inputs of vLLM"),
         (events(ENGINE, ("vllm engine", {"model": "other"})), "several engines"),
+        (events(ENGINE, *asked("a", 0, [1]), ENGINE, *asked("a", 0, [2])), "several engines"),
+        ([*of_process(1, ENGINE, *asked("a", 0, [1])), *of_process(2, ENGINE)], "several engines"),
+        ([*of_process(1, ENGINE), *of_process(2, *asked("a", 0, [1]))], "several engines"),  # whose beginning is gone
         (events(("vllm engine", {"model": "m", "trust_remote_code": True})), "torpor did not write.*trust_remote_code"),
         (
             events(("vllm engine", {"model": "m", "speculative_config": {"method": "custom_class", "model": "a.b"}})),

@@ -222,6 +222,26 @@ def test_a_tier_that_is_closed_says_so(tmp_path):
     core.close()
 
 
+def test_a_tier_forgets_and_starts_again_where_its_epoch_cannot_be_written(tmp_path):
+    memory = memoryview(bytearray(4 << 12)).cast("B", (4, 1 << 12))
+    options = {"rank": 0, "disk_bytes": 64 << 20, "directory": str(tmp_path), "durable": False, "threads": 2}
+    options |= {"kv_store_wait_ms": 1, "remembered_removals": 0}
+    key = b"\1" * 32 + bytes(4)
+    core = _core.BlockTier(memory, "a space", options)
+    core.store(1, [key], [0])
+    core.wait()
+    assert core.finished()[0][1] == [True] and core.lookup(key, "r") == 1
+    (tmp_path / "space-unfinished").mkdir()  # the place of the new word
+    core.forget()
+    assert core.lookup(key, "r") == 0
+    core.close()
+    (tmp_path / "space-unfinished").rmdir()
+    (tmp_path / "space-1").write_bytes(b"0123")  # as torpor left it once on a full disk
+    core = _core.BlockTier(memory, "a space", options)
+    assert core.stats()["recovered_blocks"] == 0 and core.lookup(key, "r") == 0
+    core.close()
+
+
 def test_another_release_of_vllm_is_refused_by_name(monkeypatch):
     module = sys.modules["torpor.vllm.offloading_tier"]
     monkeypatch.setattr(vllm, "__version__", "0.34.0")

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 from torpor import _core
-from torpor.errors import Incompatible, WrongState
+from torpor.errors import Aborted, Incompatible, WrongState
 from torpor.vllm.server.recorder import tenant_of_call
 
 NAMES = ("a", "b", "c")  # of requests
@@ -83,14 +84,17 @@ class Store:
     """An object store that this server owns."""
 
     def __init__(self, server, pushes: bool = True):
-        self._server, self._pushes, self.released = server, pushes, False
+        self._server, self._pushes, self.released, self.stopped = server, pushes, False, False
 
     async def push(self, checkpoint: str) -> str:
         return "pushed" if self._pushes else ""
 
     async def release(self) -> None:
-        assert self._server.log.closed and not self.released
+        assert self._server.log.closed and not self.released and not self.stopped
         self.released = True
+
+    def stop_copies(self) -> None:
+        self.stopped = True
 
 
 async def ready(monkeypatch, directory, shutdown_timeout: int = 0, **settings):
@@ -197,6 +201,7 @@ def test_what_vllms_own_way_out_aborts_goes_on_in_the_next_server(monkeypatch, t
             await server.engine.abort("c")
         await until(lambda: http.force_exit)
         assert http.signals == [number]
+        assert server.remote.stopped  # the process waits for the thread of a push
         assert not server.remote.released  # its directory has more, and may serve again before the term is over
         assert states(next_log(tmp_path)) == dict.fromkeys(NAMES, "running")
 
@@ -284,12 +289,27 @@ def test_a_drain_whose_push_fails_says_what_another_machine_lacks(monkeypatch, t
         assert [metric(server, "torpor_pushes_total", outcome=each) for each in ("ok", "error")] == [pushes, not pushes]
         assert (metric(server, "torpor_push_timestamp_seconds") is None) == (not pushes)
         assert metric(server, "torpor_operations_total", operation="sleep", tier="disk", outcome="ok") == 1
-        assert server.remote.released
+        assert server.remote.released and server.remote.stopped
         assert to_client.endswith("of the next one" if pushes else "or send it again if that has none")
         assert any("not pushed to s3://bucket" in line for line in said["error"]) == (not pushes)
         assert ("to go on in a server with this directory" in said["info"][-1]) == (not pushes)
 
     run(scene(), 60)
+
+
+def test_copies_end_when_they_are_stopped_beside_a_store_that_takes_connections_and_answers_nothing(
+    monkeypatch, tmp_path
+):
+    with socket.create_server(("127.0.0.1", 0)) as mute, ThreadPoolExecutor(1) as threads:
+        endpoint = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        for name, text in (("ENDPOINT_URL", endpoint), ("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b")):
+            monkeypatch.setenv(f"AWS_{name}", text)
+        home = _core.RemoteHome("s3://bucket/p", 30.0)
+        fetching = threads.submit(home.fetch, str(tmp_path), {})
+        with mute.accept()[0]:
+            home.stop_copies()
+            with pytest.raises(Aborted):
+                fetching.result(20)  # without a stop after minutes
 
 
 # --- one that has failed ----------------------------------------------------------------------------------------------

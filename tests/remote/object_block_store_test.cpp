@@ -69,10 +69,11 @@ class Shared final : public remote::ObjectStore {
   std::function<void()> after_list;  // once, before its answer comes
   std::function<void()> after_put;   // likewise
   std::function<bool(std::string_view)> refuses_put;
+  Code fails_with = Code::kUnavailable;
   size_t others = 0;  // keys of somebody else that each list has
 
  private:
-  static Error no_answer() { return {.code = Code::kUnavailable, .what = "no answer"}; }
+  Error no_answer() const { return {.code = fails_with, .what = "no answer"}; }
   StoreInMemory& objects_;
   std::atomic<bool>& gone_;
 };
@@ -495,6 +496,42 @@ TEST_F(ObjectBlockStoreTest, AStoreThatIsGoneCostsNoBlockThatIsKnownAndIsAskedAg
   EXPECT_EQ(get_all(*one, {1}), "h");
   ASSERT_SUCCEEDS(other->look());
   EXPECT_EQ(get_all(*other, {1}), "h");
+}
+
+// Credentials that have expired, or a bucket that is gone.
+TEST_F(ObjectBlockStoreTest, AStoreThatRefusesAllCallsIsNotAskedForAWhile) {
+  for (const Code code : {Code::kUnauthenticated, Code::kFailedPrecondition}) {
+    auto store = std::make_unique<Shared>(objects_, gone_);
+    store->fails_with = code;
+    const auto one = value_of(ObjectBlockStore::open(std::move(store), options_for(), clock_));
+    one->open_space(1, {});
+    ASSERT_SUCCEEDS(one->look());
+    put_all(*one, {1});
+    gone_ = true;
+    EXPECT_EQ(get_all(*one, {1}), "?");
+    EXPECT_FALSE(one->accepting());
+    EXPECT_FAILS(one->look(), Code::kUnavailable, "not asked for a while");
+    gone_ = false;
+    clock_.advance(1s);
+    EXPECT_EQ(get_all(*one, {1}), "h");
+    EXPECT_TRUE(one->accepting());
+  }
+}
+
+TEST_F(ObjectBlockStoreTest, WithCredentialsThatMayNotWriteItReads) {
+  put_all(*engine(), {1});
+  auto store = std::make_unique<Shared>(objects_, gone_);
+  store->fails_with = Code::kUnauthenticated;
+  store->refuses_put = [](std::string_view) { return true; };
+  const auto reader = value_of(ObjectBlockStore::open(std::move(store), options_for(), clock_));
+  reader->open_space(1, {});
+  ASSERT_SUCCEEDS(reader->look());
+  std::vector<std::byte> bytes = some_bytes(2, kContractRecord);
+  std::vector<StorePart> parts = {part_of(2, 2, bytes)};
+  put(*reader, parts);
+  EXPECT_FAILS(parts[0].status, Code::kUnauthenticated);
+  EXPECT_TRUE(reader->accepting());
+  EXPECT_EQ(get_all(*reader, {1}), "h");
 }
 
 TEST_F(ObjectBlockStoreTest, WhatIsOldIsRemovedOfAllKeySpaces) {

@@ -46,6 +46,8 @@ TEST(S3Store, WhatPassesIsTriedAgainWithTheWholeBody) {
   Peer peer({refusal(503, "SlowDown"), kReset, answer(200)});
   EXPECT_TRUE(test::value_of(peer.store()->put_new("x", kBytes)));
   EXPECT_EQ(peer.asked.size(), 3u);
+  Peer slow({refusal(504, "GatewayTimeout"), refusal(400, "RequestTimeout"), answer(408), answer(200)});
+  EXPECT_TRUE(test::value_of(slow.store({.attempts = 4, .first_pause_seconds = 0.001})->put_new("x", kBytes)));
 }
 
 TEST(S3Store, ItGivesUpAndSaysWhy) {
@@ -53,11 +55,14 @@ TEST(S3Store, ItGivesUpAndSaysWhy) {
   const auto put = peer.store()->put_new("x", kBytes);
   EXPECT_FAILS(put, Code::kUnavailable, "given up after 3 attempts: PUT x of s3://bucket/p was answered 503 (SlowDown");
   EXPECT_EQ(put.error().to_string().find('\x1b'), std::string::npos);
+  Peer slow({refusal(400, "RequestTimeout")});
+  EXPECT_FAILS(slow.store({.attempts = 1})->put_new("x", kBytes), Code::kUnavailable, "(try again)");
 }
 
 TEST(S3Store, WhatDoesNotPassIsNotTriedAgain) {
   Peer peer({refusal(403, "AccessDenied"), refusal(404, "NoSuchBucket"), refusal(404, "NoSuchKey"),
-             refusal(507, "Full"), refusal(301, "PermanentRedirect")});
+             refusal(507, "Full"), refusal(301, "PermanentRedirect"), refusal(400, "AuthorizationHeaderMalformed"),
+             refusal(400, "ExpiredToken"), refusal(400, "InvalidToken"), answer(400)});
   const auto store = peer.store();
   std::array<std::byte, 8> room{};
   EXPECT_FAILS(store->get("x", room), Code::kUnauthenticated, "AccessDenied");
@@ -65,6 +70,10 @@ TEST(S3Store, WhatDoesNotPassIsNotTriedAgain) {
   EXPECT_FAILS(store->get("x", room), Code::kNotFound);
   EXPECT_FAILS(store->put_new("x", kBytes), Code::kResourceExhausted);
   EXPECT_FAILS(store->put_new("x", kBytes), Code::kFailedPrecondition, "AWS_REGION");
+  EXPECT_FAILS(store->put_new("x", kBytes), Code::kFailedPrecondition, "AWS_REGION");
+  EXPECT_FAILS(store->get("x", room), Code::kUnauthenticated, "AWS_SESSION_TOKEN");
+  EXPECT_FAILS(store->put_new("x", kBytes), Code::kUnauthenticated, "AWS_SESSION_TOKEN");
+  EXPECT_FAILS(store->size("x"), Code::kFailedPrecondition, "whether the credentials have expired");
 }
 
 TEST(S3Store, HalfAnAnswerIsNoAnswer) {

@@ -311,6 +311,8 @@ class RemoteHome:
         """Goes on owning. Raises Aborted: not any more."""
     def send(self, checkpoint: str, answers: str) -> SentCheckpoint:
         """Copies them there; nobody goes on from them yet."""
+    def stop_copies(self) -> None:
+        """What is sent or fetched now, or later, raises Aborted soon."""
     def take(self) -> bool:
         """Whether this process owns it now; otherwise another one does, or may. This and the next three end within a
         third of the term.

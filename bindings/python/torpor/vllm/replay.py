@@ -70,16 +70,21 @@ def read(lines: Iterable[str]) -> Recorded:
 
 
 def _read(lines: Iterable[str]) -> Recorded:
-    kinds: dict[int, str] = {}
+    kinds: dict[tuple, str] = {}
     engines: list[dict] = []
+    processes: set[tuple] = set()  # that have inputs of vLLM
     requests: dict[str, Asked] = {}
     writes: dict[str, list[int]] = {}  # where further tokens of a request belong
     for line in lines:
         event = json.loads(line)
+        process = (event.get("process"), event.get("pid"))
         if event["type"] == "input":
-            kinds[event["sequence"]] = event["from"]
-        if event["type"] != "given" or (kind := kinds.get(event["input"])) is None or not kind.startswith("vllm"):
+            kinds[process, event["sequence"]] = event["from"]
+        if event["type"] != "given":
             continue
+        if not (kind := kinds.get((process, event["input"]), "")).startswith("vllm"):
+            continue
+        processes.add(process)
         words = json.loads(event["words"])
         if kind == ENGINE:
             engines.append(_checked(words))
@@ -105,8 +110,10 @@ def _read(lines: Iterable[str]) -> Recorded:
             requests[name].tokens = writes[name] = []
     if not engines:
         raise InvalidArgument("the recording has no inputs of vLLM", _RECORD)
-    if any(each != engines[0] for each in engines):
-        raise InvalidArgument("the recording has several engines", "name one of its files")
+    if len(engines) > 1 or len(processes) > 1:  # their options may be equal; their steps and ids are not one engine's
+        raise InvalidArgument(
+            "the recording has several engines", "name one of its files, or record an engine alone in its process"
+        )
     return Recorded(engines[0], sorted(requests.values(), key=lambda each: each.step))
 
 

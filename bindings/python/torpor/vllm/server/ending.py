@@ -85,12 +85,15 @@ async def _close_connections(server) -> None:
 
 async def _end_unsaved(server) -> None:
     """Notify the clients, unless end() has done so. In a drain of vLLM (--shutdown-timeout) requests may end first."""
+    notified = server.state == "ending" and (server.recorder is None or server.recorder.closed)
     if server.state != "ending":
         _enter_ending(server)
         drains = server.engine.vllm_config.shutdown_timeout > 0
         while drains and not server.app_state.server.should_exit:
             await asyncio.sleep(_LOOK_SECONDS)
-    elif server.recorder is None or server.recorder.closed:
+    if server.remote is not None:
+        server.remote.stop_copies()
+    if notified:
         return
     lost = await _unwritten(server)
     if server.recorder is not None:

@@ -166,6 +166,10 @@ class Remote:
                     sent.bytes / 1e6)  # fmt: skip
         return sent.name
 
+    def stop_copies(self) -> None:
+        """End what a thread sends or fetches: the process waits for its threads, and a store may answer nothing."""
+        self._home.stop_copies()
+
     async def release(self) -> None:
         try:
             async with self._asking:
