@@ -235,7 +235,7 @@ TEST_F(RespStoreTest, WhatDoesNotPassIsSaidAtOnce) {
                              : std::string();
   });
   EXPECT_FAILS(put_one(*store, 0, 5), Code::kResourceExhausted, "OOM");
-  EXPECT_FAILS(put_one(*store, 1, 6), Code::kResourceExhausted, "no room");
+  EXPECT_FAILS(put_one(*store, 1, 6), Code::kResourceExhausted, "takes nothing for a while");
   EXPECT_EQ(peer_.asked("SET"), 1u);  // the second one was not sent
   peer_.script({});
   clock_.advance(1s);
