@@ -7,6 +7,7 @@ import socket
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import result_of
 from inspector import BINARY
@@ -40,8 +41,12 @@ def run_on(zygote, model, log, hosts, *arguments) -> dict:
         try:
             return result_of(zygote.run([PROCESS, 0, first, model, *arguments, second], timeout=WITHIN))
         finally:
+            of_host = psutil.Process(other.pid).children(recursive=True)  # a worker waits for its engine for ever
             other.kill()
             other.wait()
+            for each in of_host:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
 
 
 def as_json(answers: dict) -> dict:
