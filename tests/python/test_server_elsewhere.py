@@ -269,7 +269,7 @@ def test_three_hundred_requests_over_a_kill_and_through_a_replica(s3, tiny_model
             "--torpor-object-store",
             store,
             "--torpor-ownership-term-seconds",
-            "6",
+            "20",
             "--torpor-on-disconnect",
             "continue",
         ]

@@ -161,9 +161,9 @@ class BlockingSide:
         self._take_outputs()
         if not isinstance(self.engine.engine_core, InprocClient):  # it sends word of them
             return
-        in_core, processor = self.engine.engine_core.engine_core.scheduler.requests, self.engine.output_processor
+        in_core = self.engine.engine_core.engine_core.scheduler.requests
         unfinished = {i for i, request in in_core.items() if not request.is_finished()} | given.hibernated
-        processor.abort_requests([i for i in processor.request_states if i not in unfinished], internal=True)
+        self.aborted(i for i in self.engine.output_processor.request_states if i not in unfinished)
 
     def aborted(self, requests: Iterable[str] | None = None) -> None:
         """The engine core has these requests, or any, no more. One in another process sends word of it."""
