@@ -97,7 +97,8 @@ class PyBlockTier {
   // Forget all blocks. Later processes find no blocks on disk either, but still those of a shared store.
   void forget() {
     BlockTier& to = tier();
-    value_or_raise(without_lock([&] {  // not of a full disk: vLLM would leave its reset in the middle
+    // A full disk is no error here: vLLM's reset would break off, and leave blocks of old weights elsewhere.
+    value_or_raise(without_lock([&] {
       const std::string word = directory_.empty() ? random_cache_epoch() : new_epoch_of(directory_);
       return to.forget(digest_of_text(space_ + word));
     }));

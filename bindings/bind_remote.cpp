@@ -40,7 +40,7 @@ class OperationLimit {
 constexpr int kOperationsPerTerm = 3;
 
 struct RemoteHome {
-  std::shared_ptr<std::atomic<bool>> stopped;  // copies
+  std::shared_ptr<std::atomic<bool>> stopped;  // true: what `store` copies ends with kAborted
   std::unique_ptr<remote::ObjectStore> store;  // without a time limit, for copies
   std::shared_ptr<OperationLimit> limit;
   std::unique_ptr<remote::ObjectStore> records;

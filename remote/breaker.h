@@ -25,8 +25,9 @@ class Breaker {
  public:
   Breaker(const Clock& clock, BreakerOptions options) : clock_(clock), options_(options), pause_(options.first_pause) {}
 
-  // Return whether the caller may make a request now. If so, it calls succeeded() or failed() afterwards, unless the
-  // answer says neither. While the breaker is open, one caller may at the end of each pause.
+  // Return whether the caller may make a request now. If so, it calls succeeded() or failed() afterwards; neither, if
+  // the answer does not say whether the store works. While the breaker is open, one caller may at the end of each
+  // pause.
   bool may_ask() {
     const MutexLock lock(mutex_);
     if (!open_) return true;

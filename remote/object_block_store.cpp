@@ -30,8 +30,9 @@ double call_seconds_left() {
   return std::chrono::duration<double>(call_ends - std::chrono::steady_clock::now()).count();
 }
 
-// Return whether other calls of the store would fail in the same way: it is not an answer about one object.
-bool is_of_all_calls(const Error& error) {
+// Return whether the error is about the whole store, so that its other calls would fail as well; else it is about one
+// object.
+bool is_about_the_store(const Error& error) {
   return error.code == Code::kUnavailable || error.code == Code::kAborted || error.code == Code::kUnauthenticated ||
          error.code == Code::kFailedPrecondition;
 }
@@ -126,7 +127,7 @@ size_t ObjectBlockStore::known_objects() const {
 // Report the result of a call to the breaker. An error about one object is an answer, too.
 void ObjectBlockStore::record_answer(const Status& status, bool writes) {
   if (!status && writes && status.error().code == Code::kUnauthenticated) return;  // who may not write may still read
-  if (status || !is_of_all_calls(status.error())) {
+  if (status || !is_about_the_store(status.error())) {
     if (breaker_.succeeded()) log().info("KV connector: {} answers again", store_->url());
   } else if (breaker_.failed()) {
     log().warn("KV connector: {} is not asked for a while: {}", store_->url(), status.error());
@@ -235,7 +236,7 @@ void ObjectBlockStore::get_items(std::span<Item> items) {
       read(run);
       // A read that the store did not answer leaves no time for the others.
       const Status& first = run.items[0].first->status;
-      answers = first || !is_of_all_calls(first.error());
+      answers = first || !is_about_the_store(first.error());
       continue;
     }
     for (const auto& [item, bytes] : run.items) item->status = unavailable("the object store is not asked for a while");

@@ -155,7 +155,7 @@ class Pair:
         }  # fmt: skip
 
     def sleeps_longer_than_the_lease(self) -> dict:
-        """Of a queued request whose KV the producer had, and has no more."""
+        """A request waits in the queue over a sleep. When it runs, the producer has no KV of it any more."""
         self.pull("third")
         self.consumer.llm.sleep(level=1, preserve_state=True)
         self.producer("finish_sends")  # its lease has ended

@@ -158,7 +158,7 @@ class Engine:
         return {"slept": slept, "woken": LEDGER.take(), "same": self.is_as_expected(self.one.begin())}
 
     def ends_requests(self) -> dict:
-        """Of a connector beside which no sleep keeps them: first its transfers end. If they do not, no request has."""
+        """The connector has no hooks for a sleep. Its transfers end first; if they do not, no request has ended."""
         answers = self.begin(held=True)
         refused = self.refused(lambda: self.llm.sleep(level=1, preserve_state=False, timeout=0.3))
         LEDGER.held = False

@@ -146,7 +146,7 @@ def test_a_sleep_of_the_weights_waits_for_transfers_and_unregisters_nothing(alon
 @pytest.mark.core
 @pytest.mark.gpu_path
 def test_a_sleep_that_keeps_no_requests_ends_transfers_first(zygote, tiny_model, tmp_path):
-    """Of a connector that does not know how to sleep."""
+    """The connector has no hooks for a sleep."""
     of = played(zygote, tiny_model, tmp_path, SCRIPTED | {"kv_connector": "Inherits"}, "ends_requests")["ends_requests"]
     assert of["kind"] == "TimedOut" and not of["changed"] and not of["asleep"] and of["same"], of
     assert of["abort"] == of["keep"] == {"slept": True, "same": True}, of

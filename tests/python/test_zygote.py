@@ -4,7 +4,6 @@ such a process leaves behind does not pile up."""
 
 import os
 import subprocess
-import time
 
 import psutil
 from zygote import wait_for_orphans
@@ -26,13 +25,11 @@ def test_a_sitecustomize_on_its_path_is_imported(zygote, tmp_path):
 def test_orphans_are_waited_for_and_what_has_just_ended_is_left_to_its_test(zygote):
     done = zygote.run(["-c", "import subprocess; print(subprocess.Popen(['sleep', '0']).pid)"])
     orphan = psutil.Process(int(done.stdout))
-    while orphan.status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
+    os.waitid(os.P_PID, orphan.pid, os.WEXITED | os.WNOWAIT)
     wait_for_orphans()
     assert orphan.is_running()
     ours = subprocess.Popen(["sh", "-c", "exit 7"])
-    while psutil.Process(ours.pid).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
+    os.waitid(os.P_PID, ours.pid, os.WEXITED | os.WNOWAIT)
     wait_for_orphans()
     assert not orphan.is_running()
     assert ours.wait() == 7

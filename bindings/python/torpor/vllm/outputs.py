@@ -158,8 +158,8 @@ def fail(processor: OutputProcessor, failed: list[dict]) -> list[RequestOutput]:
 
 
 def so_far(processor: OutputProcessor, requests: Container[str]) -> dict[str, dict]:
-    """What each of these requests was answered, by its id in the engine core, and the token spans (version, start, end)
-    of each set of weights."""
+    """Return the answer so far of each of these requests, by its id in the engine core, with the token spans (version,
+    start, end) of each set of weights."""
     return {
         request_id: {
             "request_id": state.external_req_id,
