@@ -118,8 +118,13 @@ Result<CommittedSet> commit_set(FileSystem& file_system, const std::string& dire
     if (!metadata.empty()) sections.push_back(encode_metadata(metadata));
     TORPOR_RETURN_IF_ERROR(
         pending.write_state(Fingerprint{{"data_parallel_size", std::to_string(paths.size())}}, sections));
-    TORPOR_ASSIGN_OR_RETURN(std::string path, pending.commit());
-    return CommittedSet{.pending = std::move(pending), .path = std::move(path)};
+    Result<std::string> path = pending.commit();
+    if (!path) {
+      Error error = std::move(path).error();
+      if (!pending.withdraw()) error.what += fmt::format("; a set may be left in {}", directory);
+      return error;
+    }
+    return CommittedSet{.pending = std::move(pending), .path = *std::move(path)};
   });
 }
 

@@ -84,6 +84,7 @@ struct PendingCheckpoint::Impl {
   Status check_seen(size_t rank, const std::string& name, const std::string& host) const;
   Status check_written(int32_t rank, const std::string& name, uint64_t bytes) const;
   Result<std::string> commit();
+  Status withdraw();
 };
 
 PendingCheckpoint::PendingCheckpoint(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -242,15 +243,19 @@ Result<std::unique_ptr<File>> PendingCheckpoint::hold_asleep() {
 
 Status PendingCheckpoint::withdraw() {
   if (!impl_->rename_begun) return ok();
-  return try_catch([this]() -> Status {
-    const Result<std::string> hidden = hide_generation(*impl_->store, impl_->manifest.generation);
-    if (!hidden && hidden.error().code != Code::kNotFound) return hidden.error();
-    if (!hidden) TORPOR_RETURN_IF_ERROR(impl_->store->sync());  // it is already hidden; make that durable
-    impl_->rename_begun = false;
-    // If this fails, the next writer removes it.
-    if (hidden) (void)try_catch([&] { return impl_->store->remove_tree(*hidden); });
-    return ok();
-  });
+  const auto try_once = [this] { return try_catch([this] { return impl_->withdraw(); }); };
+  if (try_once()) return ok();
+  return try_once();
+}
+
+Status PendingCheckpoint::Impl::withdraw() {
+  const Result<std::string> hidden = hide_generation(*store, manifest.generation);
+  if (!hidden && hidden.error().code != Code::kNotFound) return hidden.error();
+  if (!hidden) TORPOR_RETURN_IF_ERROR(store->sync());  // it is already hidden; make that durable
+  rename_begun = false;
+  // If this fails, the next writer removes it.
+  if (hidden) (void)try_catch([&] { return store->remove_tree(*hidden); });
+  return ok();
 }
 
 Status PendingCheckpoint::Impl::check_written(int32_t rank, const std::string& name, uint64_t bytes) const {

@@ -59,7 +59,8 @@ class PendingCheckpoint {
   // the path. The checkpoint is durable only after this returns without error. Older ones stay.
   Result<std::string> commit();
   // Remove the committed checkpoint again, while no other process can rely on it: this object holds the lock of the
-  // directory. Does nothing without commit(). After an error the checkpoint may still be there.
+  // directory. Does nothing without commit(). A failure is tried again once; after an error the checkpoint may still be
+  // there.
   Status withdraw();
   // Lock the committed checkpoint for an engine that sleeps on it: until the result is destroyed, or this process ends,
   // nobody removes it.

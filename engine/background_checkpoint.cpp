@@ -275,7 +275,7 @@ Status BackgroundCheckpoint::commit() {
     return ok();
   });
   if (!committed) {
-    if (pending_->withdraw() || pending_->withdraw()) stays_ = false;
+    if (pending_->withdraw()) stays_ = false;
     return committed;
   }
   pending_->retire_older();

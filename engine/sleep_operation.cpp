@@ -392,9 +392,9 @@ Result<uint64_t> SleepOperation::verify() {
   return 0;
 }
 
-// If withdrawing fails twice, the error of the sleep says that the checkpoint exists.
+// If this fails, the error of the sleep says that the checkpoint exists.
 Status SleepOperation::withdraw() {
-  if (pending_ && (pending_->withdraw() || pending_->withdraw())) checkpoint_stays_ = false;
+  if (pending_ && pending_->withdraw()) checkpoint_stays_ = false;
   return ok();
 }
 

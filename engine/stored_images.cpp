@@ -55,7 +55,7 @@ Result<std::string> StoredImages::write(const std::string& id, uint64_t bytes, E
   if (const Result<std::string> committed = pending.commit(); !committed) {
     Error error = committed.error();
     written_.erase(id);
-    if (!pending.withdraw() && !pending.withdraw())
+    if (!pending.withdraw())
       error.what +=
           fmt::format("; the image may be left at {}, where another engine could take it", store_.path_of(id));
     return error;

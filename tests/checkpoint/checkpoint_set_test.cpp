@@ -158,5 +158,28 @@ TEST_F(CheckpointSetTest, AFailingFileCallLeavesTheSetBeforeOrTheNewOne) {
   EXPECT_GT(failed, 10);
 }
 
+TEST_F(CheckpointSetTest, ASetThatADiskKeepsAfterAFailedCommitIsNamed) {
+  const std::string before = write();
+  const std::vector<std::string> paths = write_ranks();
+  int left = 0;
+  for (uint64_t call = 1;; ++call) {
+    SCOPED_TRACE(call);
+    file_system_.plan.set(test::Fault::kError, call, EIO, /*all_after=*/true);
+    const Result<CommittedSet> set = commit(paths);
+    const bool fired = file_system_.plan.fired();
+    file_system_.plan.clear();
+    if (set || !fired) {
+      ASSERT_SUCCEEDS(set);
+      break;
+    }
+    const std::string newest = value_of(open(temporary_.path())).path;
+    if (newest == before) continue;
+    ++left;
+    EXPECT_NE(set.error().what.find("a set may be left"), std::string::npos) << set.error().to_string();
+    fs::remove_all(newest);
+  }
+  EXPECT_GT(left, 0);  // else the test would show nothing
+}
+
 }  // namespace
 }  // namespace torpor

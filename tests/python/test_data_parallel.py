@@ -289,6 +289,8 @@ def ranks(request, tmp_path, monkeypatch):
             made.sets.append("kept")
 
         def withdraw(self):
+            if (error := client.cores[0].errors.get("withdraw")) is not None:
+                raise error
             made.sets.append("withdrawn")
 
     def commit_set(directory, paths, options):
@@ -521,6 +523,21 @@ def test_a_checkpoint_that_one_cannot_end_wakes_nobody(ranks):
     with pytest.raises(errors.DeviceError, match=r"data parallel rank 0: broken$"):
         asyncio.run(ranks.call("checkpoint", {"to": "disk"}))
     assert ranks.cores[1].asked == ["checkpoint", ("end_sleep", True)] and ranks.sets == ["committed", "withdrawn"]
+
+
+@pytest.mark.parametrize("method", ["sleep", "checkpoint"])
+def test_a_set_that_cannot_be_removed_hides_no_error_and_leaves_no_rank_asleep(ranks, method, tmp_path):
+    from torpor import errors
+
+    ranks.cores[0].errors |= {
+        ("end_sleep", True): errors.DeviceError("broken", native=3), "withdraw": errors.FileError("no such host"),
+    }  # fmt: skip
+    with pytest.raises(errors.DeviceError) as caught:
+        asyncio.run(ranks.call(method, TO_DISK if method == "sleep" else {"to": "disk"}))
+    left = f"its checkpoint may be left at {tmp_path}/g-000001"
+    assert caught.value.what == f"data parallel rank 0: broken; {left}"
+    assert caught.value.native == 3 and caught.value.state_changed
+    assert ranks.cores[1].asked == [method, ("end_sleep", True), *(["wake_up"] if method == "sleep" else [])]
 
 
 def test_a_sleep_whose_caller_is_cancelled_goes_to_its_end(ranks):

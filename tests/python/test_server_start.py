@@ -214,16 +214,28 @@ def test_one_that_loses_its_ownership_while_it_fetches_says_so_and_does_not_wait
 
         home, fetched, owns = in_store(tmp_path), threading.Event(), [True, True, False]
         monkeypatch.setattr(home, "_fetch", lambda _: fetched.wait(20))
-        calls = {"take": lambda: True, "renew": lambda: None, "release": lambda: None}
+        calls = {"take": lambda: True, "renew": lambda: None, "release": lambda: None, "stop_copies": fetched.set}
         home._home = SimpleNamespace(owns=lambda: owns.pop(0), **calls)
         monkeypatch.setattr(life, "Remote", lambda *_: home)
         _, server = build(monkeypatch, [], engine=Engine(tmp_path / "d"), object_store="file:///nowhere")
-        try:
-            await started(server)
-        finally:
-            fetched.set()
-        assert server.state == "failed" and isinstance(server.problem, Aborted) and server.restart_may_help()
+        await started(server)
+        assert fetched.is_set() and server.state == "failed" and isinstance(server.problem, Aborted) and server.restart_may_help()
         assert "lost the ownership" in server.problem.what and "while it fetched" in server.problem.what
+
+    run(scene())
+
+
+def test_one_that_ends_while_it_fetches_ends_the_fetch(monkeypatch, tmp_path):
+    async def scene():
+        home, began, stopped = in_store(tmp_path), threading.Event(), threading.Event()
+        monkeypatch.setattr(home, "_fetch", lambda _: began.set() or stopped.wait(20))
+        home._home = SimpleNamespace(take=lambda: True, owns=lambda: True, stop_copies=stopped.set)
+        arriving = asyncio.create_task(home.arrive({}))
+        assert await asyncio.to_thread(began.wait, 20)
+        arriving.cancel()  # as the loop's end does: then the process waits for its threads
+        with pytest.raises(asyncio.CancelledError):
+            await arriving
+        assert stopped.is_set()
 
     run(scene())
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
@@ -165,11 +165,12 @@ class Ranks:
         try:
             reports = [*_all(ended), *(reports[rank] for rank in range(self._size) if rank not in held)]
         except BaseException as problem:
-            if written is not None:
-                await asyncio.to_thread(written.withdraw)
+            left = await _withdraw(written)
             if method == "sleep":
                 asleep = {rank: reply for rank, reply in zip(held, ended, strict=True) if isinstance(reply, dict)}
-                await self._wake_those_asleep(asleep, options, problem)
+                await self._wake_those_asleep(asleep, options, problem, left)
+            elif left and isinstance(problem, Error):
+                raise _extended(problem, left, state_changed=True) from problem
             raise
         report = _merged_reports(reports) | {"checkpoint": ""}
         if report["changed"]:
@@ -209,8 +210,11 @@ class Ranks:
         for failed in (reply for reply in taken if isinstance(reply, BaseException)):
             raise failed
 
-    async def _wake_those_asleep(self, asleep: dict[int, dict], options: dict, problem: BaseException) -> None:
-        """After a rank could not let go of its memory, the `problem`. `asleep`: the reports of those that could.
+    async def _wake_those_asleep(
+        self, asleep: dict[int, dict], options: dict, problem: BaseException, left: list[str]
+    ) -> None:
+        """After a rank could not release its memory, the `problem`. `asleep`: the reports of those that could. `left`:
+        what else is not as before.
 
         Ranks that sleep without their weights stay asleep: they would serve with weights that have no content. What
         cannot be woken stays asleep, too, and can be later. Raises the problem with what is not as before.
@@ -222,7 +226,7 @@ class Ranks:
             self._have_requests = any(report["requests"] > 0 for report in asleep.values())
         if not isinstance(problem, Error):
             return
-        found, next_steps = [], [problem.next_step]
+        found, next_steps = list(left), []
         for rank, tags in unloaded.items():
             found.append(f"data parallel rank {rank} sleeps without {', '.join(tags)}")
         for rank, reply in woken.items():
@@ -243,10 +247,7 @@ class Ranks:
             next_steps.append(f"call wake_up(tags={tags}), load {', '.join(tags)}, then call wake_up()")
         elif not all(isinstance(reply, dict) and reply["fully_awake"] for reply in woken.values()):
             next_steps.append("call wake_up()")
-        raise errors.make(
-            problem.code, "; ".join([problem.what, *found]), "; ".join(filter(None, next_steps)), problem.origin,
-            problem.native, state_changed=True,
-        ) from problem  # fmt: skip
+        raise _extended(problem, found, next_steps, state_changed=True) from problem
 
     def _split(self, outputs: dict) -> list[dict]:
         """The front end's part of each rank: of its own requests."""
@@ -273,11 +274,8 @@ class Ranks:
                 return _merged_reports(_all(replies))
             except Error as problem:  # their requests have nothing to do with each other
                 awake = [str(rank) for rank, reply in enumerate(replies) if isinstance(reply, dict)]
-                raise type(problem)(
-                    f"{problem.what}; awake: {', '.join(awake) or 'none'}",
-                    problem.next_step,
-                    state_changed=problem.state_changed or bool(awake),
-                ) from problem
+                found = [f"awake: {', '.join(awake) or 'none'}"]
+                raise _extended(problem, found, state_changed=problem.state_changed or bool(awake)) from problem
         try:
             return await self._restore(method, options | {"on_restore_error": "abort"})
         except Error as problem:
@@ -351,6 +349,24 @@ def _all(replies: list) -> list:
     if isinstance(failed[0], Error):
         failed[0].state_changed = any(getattr(reply, "state_changed", False) for reply in failed)
     raise failed[0]
+
+
+async def _withdraw(written: _core.CheckpointSet | None) -> list[str]:
+    """Return what may be left of it, which is a whole checkpoint."""
+    if written is None:
+        return []
+    try:
+        await asyncio.to_thread(written.withdraw)
+    except Error as problem:
+        logger.error("the checkpoint %s was not removed: %s", written.path, problem)
+        return [f"its checkpoint may be left at {written.path}"]
+    return []
+
+
+def _extended(problem: Error, found: list[str], next_steps: Iterable[str] = (), *, state_changed: bool) -> Error:
+    """The problem, with what else was found and what to do about that."""
+    what, next_step = "; ".join([problem.what, *found]), "; ".join(filter(None, [problem.next_step, *next_steps]))
+    return errors.make(problem.code, what, next_step, problem.origin, problem.native, state_changed=state_changed)
 
 
 def _joined(sent: list[dict[str, int]]) -> dict[str, int]:

@@ -62,10 +62,14 @@ class Remote:
         owned_at = await self._take()
         self._keeping = asyncio.create_task(self._keep(owned_at))  # at once: a fetch may take longer than a term
         fetching = asyncio.ensure_future(asyncio.to_thread(self._fetch, fingerprint))
-        await asyncio.wait({fetching, self._keeping}, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait({fetching, self._keeping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not fetching.done():  # the ownership is lost, or the process ends: that waits for its threads
+                self._home.stop_copies()
         if fetching.done():
             return fetching.result()
-        fetching.cancel()  # its thread comes to its end, and nobody waits for that
+        fetching.cancel()
         raise Aborted(
             f"this server lost the ownership of what is in {self._settings.object_store} while it fetched that",
             "start it again; its log says why the ownership was not renewed",
