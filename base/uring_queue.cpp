@@ -49,7 +49,7 @@ std::unique_ptr<UringQueue> UringQueue::create(unsigned depth) {
 void UringQueue::run(int fd, bool write, std::span<const FilePart> parts, std::span<int32_t> results) {
   const MutexLock lock(impl_->mutex);
   io_uring& ring = impl_->ring;
-  std::fill(results.begin(), results.end(), -EIO);
+  std::fill(results.begin(), results.end(), -EAGAIN);
   size_t prepared = 0;
   size_t ended = 0;
   int under_way = 0;
@@ -71,7 +71,7 @@ void UringQueue::run(int fd, bool write, std::span<const FilePart> parts, std::s
     under_way += std::max(submitted, 0);
     if (under_way == 0) {
       if ((submitted == -EINTR || submitted == -EAGAIN || submitted == -EBUSY) && ++tries < kMostTries) continue;
-      return impl_->start_anew();  // nothing is under way; entries without a result have failed
+      return impl_->start_anew();  // nothing is under way; the caller finishes entries without a result
     }
     io_uring_cqe* done = nullptr;
     if (::io_uring_wait_cqe(&ring, &done) != 0) continue;  // interrupted

@@ -16,8 +16,8 @@ class UringQueue {
   // Make a queue for `depth` operations at once. Null: the system has no io_uring, or forbids it.
   static std::unique_ptr<UringQueue> create(unsigned depth);
   ~UringQueue();
-  // Read or write every part once; return when none is under way any more. results[i]: the system call's result for
-  // part i, bytes or -errno.
+  // Read or write every part at most once; return when none is under way any more. results[i]: the system call's result
+  // for part i, bytes or -errno; -EAGAIN: it may not have been called.
   void run(int fd, bool write, std::span<const FilePart> parts, std::span<int32_t> results);
 
  private:

@@ -304,7 +304,8 @@ void bind_delivery(py::module_& module) {
         return py::dict(py::arg("running") = counts.running, py::arg("ended") = counts.ended,
                         py::arg("log_bytes") = counts.log_bytes, py::arg("lost_bytes") = counts.lost_bytes,
                         py::arg("dropped") = counts.dropped, py::arg("of_another") = counts.of_another,
-                        py::arg("set_aside") = counts.set_aside, py::arg("problem") = counts.problem);
+                        py::arg("set_aside") = counts.set_aside, py::arg("discarded") = counts.discarded,
+                        py::arg("problem") = counts.problem);
       });
 }
 

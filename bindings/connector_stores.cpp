@@ -153,7 +153,8 @@ std::string epoch_of(const std::string& directory) {
 std::string new_epoch_of(const std::string& directory) {
   RenewedEpoch renewed = renew_cache_epoch(module_files(), directory);
   if (!renewed.kept) {
-    log().warn("after a restart, blocks from before this reset may be found again: {}", renewed.kept.error());
+    log().warn("a reset of the cache is not on disk; after a restart no block there is found until one is: {}",
+               renewed.kept.error());
   }
   return std::move(renewed.word);
 }

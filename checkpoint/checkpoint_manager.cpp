@@ -21,9 +21,10 @@ Result<Metadata> metadata_of(const Directory& store, const std::string& name, st
 
 // Whoever removes the checkpoint at the same time removes the mark with it, or leaves both to the next collect().
 Status mark_woken(Directory& checkpoint) {
-  if (checkpoint.open_file(kWokenFile)) return ok();
+  if (checkpoint.open_file(kWokenFile)) return checkpoint.sync();  // whoever made it may have failed to
   const Result<std::unique_ptr<File>> mark = checkpoint.create_file(kWokenFile);
-  if (!mark && mark.error().native == EEXIST) return ok();  // without the lock another process may have made it
+  // Without the lock another process may have made it.
+  if (!mark && mark.error().native == EEXIST) return checkpoint.sync();
   if (!mark) return mark.error();
   TORPOR_RETURN_IF_ERROR((*mark)->sync());
   return checkpoint.sync();

@@ -102,15 +102,24 @@ struct Locked {
     if (!image) return or_gone(std::move(image).error(), path);
     TORPOR_ASSIGN_OR_RETURN(const bool same, is_same(**image, id, key));
     if (!same) return gone(path);
-    if (Status renamed = store->rename_new(there, hidden); !renamed) return or_gone(std::move(renamed).error(), path);
-    // From here on nobody can note one more.
-    const Result<std::set<int32_t>> now = ended == nullptr ? std::set<int32_t>() : ended_in(**image);
-    if (ended != nullptr && (!now || *now != *ended)) {
-      TORPOR_RETURN_IF_ERROR(store->rename_new(hidden, there));
-      if (!now) return now.error();
+    const auto no_more_ended = [&]() -> Status {
+      if (ended == nullptr) return ok();
+      TORPOR_ASSIGN_OR_RETURN(const std::set<int32_t> now, ended_in(**image));
+      if (now == *ended) return ok();
       return Error{.code = Code::kUnavailable,
                    .what = fmt::format("requests of the image {} have ended while it was read", path),
                    .next_step = "resume it again: those will be left out"};
+    };
+    TORPOR_RETURN_IF_ERROR(no_more_ended());
+    if (Status renamed = store->rename_new(there, hidden); !renamed) return or_gone(std::move(renamed).error(), path);
+    // From here on nobody can note one more.
+    if (const Status unchanged = no_more_ended(); !unchanged) {
+      if (store->rename_new(hidden, there) || store->rename_new(hidden, there)) return unchanged.error();
+      Error error = unchanged.error();
+      error.code = Code::kIo;
+      error.what += fmt::format("; it lies in {}/{} now", path, hidden);
+      error.next_step = fmt::format("rename that to {} before torpor gc removes it, then resume it again", there);
+      return error;
     }
     const Status removed = try_catch([&]() -> Status {
       TORPOR_RETURN_IF_ERROR(store->sync());
@@ -300,7 +309,7 @@ Status ImageStore::note_ended(const std::string& name, const SealId& id, int32_t
       TORPOR_ASSIGN_OR_RETURN(const bool same, is_same(*image, id, options_.key.get()));
       if (!same) return gone(path_of(name));
       const std::string mark = fmt::format("{}{:06}", kEndedPrefix, position);
-      if (image->open_file(mark)) return ok();
+      if (image->open_file(mark)) return image->sync();  // whoever made it may have failed to
       TORPOR_ASSIGN_OR_RETURN(const std::unique_ptr<File> file, image->create_file(mark));
       TORPOR_RETURN_IF_ERROR(file->sync());
       return image->sync();

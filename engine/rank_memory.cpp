@@ -195,6 +195,7 @@ Result<DeviceAddress> RankMemory::allocate(std::string_view tag, std::string_vie
 }
 
 void RankMemory::set_foreign(const std::string& tag, bool foreign) {
+  if (!same_process()) return;
   const MutexLock lock(mutex_);
   steps_->set_foreign(tag, foreign);
 }
@@ -332,6 +333,7 @@ Result<std::string> RankMemory::weights_digest() {
 }
 
 std::optional<std::string> RankMemory::proven_digest(const std::string& tag) {
+  if (!same_process()) return std::nullopt;
   const MutexLock lock(mutex_);
   return images_->proven(tag);
 }
@@ -346,6 +348,7 @@ Result<LoadedTag> RankMemory::load_tag(const StoredTag& stored) {
 }
 
 RankLedger RankMemory::ledger() const {
+  if (!same_process()) return {};
   const MutexLock lock(mutex_);
   RankLedger ledger;
   fill(ledger);

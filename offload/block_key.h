@@ -18,7 +18,7 @@ namespace torpor {
 // A slot of a scheduler's index and its plans; the same number on every rank; -1: none. At most kMostSlots
 // (kvcache/key_table.h). Slots are reused.
 using Slot = int32_t;
-// A slot of a rank's store; -1: none. A store on disk uses each slot once in the life of its directory.
+// A slot of a rank's store; -1: none. A store on disk uses each slot once while a process uses its directory.
 using StoreSlot = int64_t;
 
 struct BlockKey {

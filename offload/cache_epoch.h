@@ -20,7 +20,7 @@ inline constexpr size_t kCacheEpochBytes = 32;  // characters 0-9 and a-f
 Result<std::string> cache_epoch(FileSystem& files, const std::string& directory);
 
 // A new word. It applies to this process even if `kept` is an error. Then later processes find no blocks until it is
-// renewed; or the older ones, if not even an empty file could be made.
+// renewed; or the older ones, if not even an empty file could be made, or its name is lost with the power.
 struct RenewedEpoch {
   std::string word;
   Status kept;

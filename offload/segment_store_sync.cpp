@@ -46,19 +46,16 @@ Status SegmentStore::sync() {
 }
 
 // Sync the files, then their names, then count the records as durable. If a sync fails, the file may be gone, and the
-// segment is dropped.
+// segment is dropped; but an earlier process's segment stays if only its file could not be opened, or its name not be
+// synced: what was read of it at the start is there, and the next sync tries again.
 Status SegmentStore::make_safe(std::span<const SegmentPtr> segments) {
   Status first;
-  const auto give_up_all = [&](const std::vector<std::pair<SegmentPtr, uint64_t>>& all, const Error& error) {
-    if (first) first = error;
-    for (const auto& [segment, end] : all) give_up(*segment, error);
-  };
   std::vector<std::pair<SegmentPtr, uint64_t>> synced;
   std::vector<std::pair<SegmentPtr, uint64_t>> unnamed;
   for (const SegmentPtr& segment : segments) {
     const Result<uint64_t> end = sync_one(*segment);
     if (!end) {
-      give_up_all({{segment, 0}}, end.error());
+      if (first) first = end.error();
       continue;
     }
     const MutexLock lock(mutex_);
@@ -66,8 +63,14 @@ Status SegmentStore::make_safe(std::span<const SegmentPtr> segments) {
   }
   if (!unnamed.empty()) {
     const Status named = directory_->sync();
-    if (!named) give_up_all(std::exchange(unnamed, {}), named.error());
-    synced.insert(synced.end(), unnamed.begin(), unnamed.end());
+    if (!named && first) first = named;
+    for (const auto& [segment, end] : unnamed) {
+      if (named) {
+        synced.emplace_back(segment, end);
+      } else if (!segment->recovered) {
+        give_up(*segment, named.error());
+      }
+    }
   }
   const MutexLock lock(mutex_);
   for (const auto& [segment, end] : synced) {
@@ -81,8 +84,8 @@ Status SegmentStore::make_safe(std::span<const SegmentPtr> segments) {
   return first;
 }
 
-// Sync the segment's file and return the offset up to which it is durable. Recovery ends at the first missing batch
-// page, so this waits for the batches that are being written before that offset.
+// Sync the segment's file and return the offset up to which it is durable; give the segment up if that fails. Recovery
+// ends at the first missing batch page, so this waits for the batches that are being written before that offset.
 Result<uint64_t> SegmentStore::sync_one(Segment& segment) {
   uint64_t end = 0;
   {
@@ -94,9 +97,13 @@ Result<uint64_t> SegmentStore::sync_one(Segment& segment) {
   }
   const Result<std::shared_ptr<File>> file = file_of(segment);
   const Status done = file ? (*file)->sync() : Status(file.error());
-  const MutexLock lock(mutex_);
-  if (!done && segment.is_there()) return done.error();
-  return end;
+  if (done) return end;
+  {
+    const MutexLock lock(mutex_);
+    if (!segment.is_there()) return end;
+  }
+  if (file || !segment.recovered || done.error().code == Code::kNotFound) give_up(segment, done.error());
+  return done.error();
 }
 
 void SegmentStore::give_up(Segment& segment, const Error& error) {

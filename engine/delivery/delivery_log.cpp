@@ -60,6 +60,7 @@ Result<std::unique_ptr<DeliveryLog>> DeliveryLog::open(FileSystem& file_system, 
     {
       const MutexLock lock(opened->mutex_);
       TORPOR_RETURN_IF_ERROR(opened->read_directory());
+      if (opened->sets_aside_) TORPOR_RETURN_IF_ERROR(opened->end_those_of_another());
     }
     TORPOR_RETURN_IF_ERROR(opened->rotate());
     if (!opened->options_.own_thread) return opened;
@@ -94,6 +95,25 @@ Status DeliveryLog::read_directory() {
   of_another_ = std::move(found.of_another);
   sets_aside_ = found.sets_aside;
   forget_old();
+  return ok();
+}
+
+// The file that replaces theirs has the fingerprint of this engine: running in it they would be its own after a kill.
+Status DeliveryLog::end_those_of_another() {
+  std::vector<AnswerStep> steps;
+  for (const std::string& id : answers_.ids()) {
+    const Answer& answer = *answers_.get(id);
+    if (answer.state != AnswerState::kRunning) continue;
+    steps.push_back({.id = id,
+                     .at = static_cast<uint32_t>(answer.request.output_token_ids.size()),
+                     .state = AnswerState::kFailed,
+                     .finish_reason = "error",
+                     .stop_reason = Value{fmt::format("they are of another engine: {}", of_another_)},
+                     .time = clock_.unix_seconds()});
+  }
+  TORPOR_ASSIGN_OR_RETURN(const std::vector<Answer*> answers, answers_.prepare(steps));
+  for (size_t i = 0; i < steps.size(); ++i) answers_.apply(steps[i], *answers[i]);
+  discarded_ = steps.size();
   return ok();
 }
 
@@ -399,9 +419,10 @@ Status DeliveryLog::hand_over() {
     {
       const MutexLock writing(writer_);
       const MutexLock lock(mutex_);
-      if (!unwritten_.empty() || file_ == nullptr) {
+      if (!unwritten_.empty() || !problem_.empty() || file_ == nullptr) {
         closed_ = releases_ = false;
-        return cannot(fmt::format("the response log lacks {} answers", unwritten_.size()), "see why it is not written");
+        return cannot(fmt::format("the response log lacks {} answers: {}", unwritten_.size(), problem_),
+                      "see why it is not written");
       }
       file = file_;
     }
@@ -410,6 +431,7 @@ Status DeliveryLog::hand_over() {
     const MutexLock lock(mutex_);
     if (!synced) {
       closed_ = releases_ = false;
+      failed(synced.error(), {});
       return synced;
     }
     file_.reset();

@@ -118,6 +118,7 @@ class DeliveryLog {
     uint64_t dropped = 0;     // as dropped()
     std::string of_another;   // why open() took over or set aside another engine's log; empty: it did not
     std::string set_aside;    // path of the log that was set aside; empty: none was
+    uint64_t discarded = 0;   // running answers of a log that was set aside; open() ended them with kFailed
     std::string problem;      // why the log cannot be written now; empty: it can
   };
   Counts counts() const;
@@ -137,6 +138,7 @@ class DeliveryLog {
   Status append(const Bytes& record) TORPOR_REQUIRES(writer_);
 
   Status read_directory() TORPOR_REQUIRES(mutex_);
+  Status end_those_of_another() TORPOR_REQUIRES(mutex_);
   void forget_old() TORPOR_REQUIRES(mutex_);
   bool due() const TORPOR_REQUIRES(mutex_);
   void failed(const Error& why, std::chrono::nanoseconds retry) TORPOR_REQUIRES(mutex_);
@@ -172,6 +174,7 @@ class DeliveryLog {
   std::string of_another_ TORPOR_GUARDED_BY(mutex_);
   bool sets_aside_ TORPOR_GUARDED_BY(mutex_) = false;  // the first rotation sets aside the files that it replaces
   std::string set_aside_ TORPOR_GUARDED_BY(mutex_);
+  uint64_t discarded_ TORPOR_GUARDED_BY(mutex_) = 0;
   std::string problem_ TORPOR_GUARDED_BY(mutex_);
   std::unordered_set<std::string> unwritten_ TORPOR_GUARDED_BY(mutex_);  // as unwritten()
   std::chrono::nanoseconds retry_at_ TORPOR_GUARDED_BY(mutex_){0};       // no rotation before this Clock::now()

@@ -27,8 +27,8 @@ namespace torpor {
 enum class OtherEngine {
   kRefuse,  // fail; the log stays as it was
   kTakeUp,  // take them over; the caller computes them again
-  // Take them over so that the caller ends them, rename the log's files, and begin an empty log. The same is done with
-  // a log that cannot be read: it has another format, or another seal.
+  // End them as failed, rename the log's files, and begin a new log. Of a log that cannot be read (it has another
+  // format, or another seal) the files are renamed too, and the new log is empty.
   kSetAside,
 };
 

@@ -59,6 +59,7 @@ DeliveryLog::Counts DeliveryLog::counts() const {
           .dropped = answers_.dropped(),
           .of_another = of_another_,
           .set_aside = set_aside_,
+          .discarded = discarded_,
           .problem = problem_};
 }
 

@@ -3,6 +3,7 @@
 
 #include <fstream>
 
+#include "base/watched_file_system.h"
 #include "checkpoint/verify.h"
 #include "tests/support/faulty_file_system.h"
 #include "tests/support/results.h"
@@ -128,6 +129,19 @@ TEST_F(CheckpointManagerTest, AWakeIsMarkedWhileAnotherProcessWrites) {
   EXPECT_EQ(names(), (std::vector<std::string>{"LOCK", "g-000001", "g-000002"}));
   EXPECT_TRUE(value_of(manager()->list())[1].woken);
   EXPECT_FAILS(manager(1)->woken_from(3), Code::kNotFound, "g-000003 was not marked as woken");
+}
+
+// Whoever made the mark may have failed to make it durable.
+TEST_F(CheckpointManagerTest, AMarkThatIsThereIsMadeDurableAgain) {
+  write();
+  ASSERT_SUCCEEDS(manager()->woken_from(1));
+  int synced = 0;
+  const auto watched = make_watched_file_system(file_system_, [&](std::string_view call, const std::string& name) {
+    synced += call == "sync" && name.ends_with("g-000001") ? 1 : 0;
+    return ok();
+  });
+  ASSERT_SUCCEEDS(value_of(CheckpointManager::open(*watched, temporary_.path(), {}))->woken_from(1));
+  EXPECT_EQ(synced, 1);
 }
 
 TEST_F(CheckpointManagerTest, AnAbandonedCheckpointLeavesNothing) {

@@ -4,6 +4,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <future>
+#include <utility>
+
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "allocator/host_device.h"
 #include "base/units.h"
@@ -423,6 +428,32 @@ TEST_F(RankMemoryTest, NoTagStaysOnTheWayWhereverTheDeviceFailsDuringASleep) {
   }
   EXPECT_GT(broken, 0);
   EXPECT_GT(attached_beside_broken, 0);
+}
+
+TEST_F(RankMemoryTest, AChildThatIsForkedDuringASaveWaitsForNoLock) {
+  auto owned = std::make_unique<test::FaultyDevice>(value_of(make_host_device()));
+  std::promise<void> copies;
+  std::promise<void> go_on;
+  owned->on_copy([&, copied = false]() mutable {
+    if (std::exchange(copied, true)) return;
+    copies.set_value();
+    go_on.get_future().wait();
+  });
+  const auto memory = value_of(RankMemory::create(std::move(owned), linux_file_system(), {.threads = 1}));
+  ASSERT_TRUE(memory->allocate("weights", "w", kSize));
+  auto saving = std::async(std::launch::async, [&] { return TagSleep(*memory).sleep({}, {"weights"}); });
+  copies.get_future().wait();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(10);
+    memory->set_foreign("weights", true);
+    ::_exit(!memory->proven_digest("weights") && memory->ledger().tags.empty() ? 0 : 1);
+  }
+  int status = -1;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);  // not that of SIGALRM
+  go_on.set_value();
+  EXPECT_SUCCEEDS(saving.get());
 }
 
 TEST_F(RankMemoryTest, AKeptBackupGoesAlsoIfTheDeviceKeepsMemoryOfAnotherTag) {

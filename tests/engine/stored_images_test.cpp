@@ -244,6 +244,40 @@ TEST_F(StoredImagesTest, WhatEndsWhileAnotherEngineReadsThemIsNotTakenWithThem) 
   }
 }
 
+TEST_F(StoredImagesTest, AreThereOrNamedWhereverTakingThemFails) {
+  int there = 0;
+  int named = 0;
+  for (const bool all_after : {false, true}) {
+    bool fired = true;
+    for (uint64_t call = 1; fired; ++call) {
+      SCOPED_TRACE(fmt::format("call {}{}", call, all_after ? " and all after it" : ""));
+      const test::TemporaryDirectory folder;
+      ImageEngine own(linux_file_system(), folder.path());
+      ASSERT_SUCCEEDS(own.extract("a"));
+      const std::string path = value_of(own.stored.store("a", ImageEngine::fields(), Value{}));
+      test::FaultyFileSystem disk;
+      Status taken;
+      {
+        ImageEngine other(disk, "");
+        ASSERT_SUCCEEDS(other.open(path));
+        disk.plan.set(test::Fault::kError, call, EIO, all_after);
+        taken = other.stored.take("a");
+        fired = disk.plan.fired();
+        disk.plan.clear();
+      }
+      if (taken) continue;
+      if (HeldImage::hold(linux_file_system(), path, nullptr)) {
+        ++there;
+      } else {
+        ++named;
+        EXPECT_NE(taken.error().what.find("it lies in " + path), std::string::npos) << taken.error().to_string();
+      }
+    }
+  }
+  EXPECT_GT(there, 5);
+  EXPECT_GT(named, 0);  // else the test would show nothing
+}
+
 TEST_F(StoredImagesTest, StayInHostMemoryWhereTheyCannotBeWritten) {
   ASSERT_SUCCEEDS(engine_.extract("a"));
   const uint64_t used = engine_.used();

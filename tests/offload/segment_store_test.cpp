@@ -165,6 +165,25 @@ TEST(SegmentStore, AFailedFsyncEndsItsSegmentAndNotTheStore) {
   EXPECT_EQ(recovered_by(world.store()), (std::set<StoreSlot>{kSlots, kSlots + 1, kSlots + 2, kSlots + 3}));
 }
 
+TEST(SegmentStore, WhatAnEarlierProcessLeftStaysIfItCannotBeOpenedForASyncOrItsNameNotBeSynced) {
+  for (const uint64_t call : {1, 3}) {  // the file's opening; after that and its fsync the directory's fsync
+    SCOPED_TRACE(call);
+    DiskWorld world;
+    put_batches(world.store(), 0, 4, 2);
+    ASSERT_SUCCEEDS(world.store().sync());
+    world.open();
+    ASSERT_EQ(recovered_by(world.store()).size(), 4u);
+    world.files.plan.set(Fault::kError, call, EMFILE);
+    EXPECT_FALSE(world.store().sync());
+    EXPECT_TRUE(world.files.plan.fired());
+    world.files.plan.clear();
+    EXPECT_EQ(world.store().health().sync_errors, 0u);
+    EXPECT_TRUE(value_of(has_one(world.store(), 3, 3)));
+    EXPECT_TRUE(boost::filesystem::exists(world.file(0)));
+    EXPECT_SUCCEEDS(world.store().sync());
+  }
+}
+
 TEST(SegmentStore, WithoutADurableNameNothingIsDurable) {
   DiskWorld world;
   put_batches(world.store(), 0, 2, 2);

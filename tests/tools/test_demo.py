@@ -101,7 +101,8 @@ def test_one_request_of_each_kind(tmp_path, where, model, request):
 @pytest.mark.parametrize("model", ["tiny", "real_model"])
 def test_a_drained_server_and_its_clients(tmp_path, model, request):
     (tmp_path / "prompts").write_text("Say hello in French.\nTell me a story.\nWhat is a bridge?\nHow is bread made?\n")
-    words = ["--json", "--server", "--prompts", tmp_path / "prompts", "--max-tokens", 200]
+    tokens = 1200 if model == "tiny" else 200  # so many that none ends before the server does
+    words = ["--json", "--server", "--prompts", tmp_path / "prompts", "--max-tokens", tokens]
     # The server that sleeps is forked; the one that wakes is a new interpreter.
     done = demo(*words, model=request.getfixturevalue(model), forked=1)
     assert done.returncode == 0, done.stderr[-3000:]

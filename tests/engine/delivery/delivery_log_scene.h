@@ -46,9 +46,10 @@ class DeliveryLogTest : public ::testing::Test {
   std::unique_ptr<DeliveryLog> open() { return open(options()); }
   // What the thread of the answers does.
   static Status rotate_if_due(DeliveryLog& answers) { return answers.rotation_due() ? answers.rotate() : ok(); }
-  std::string file() const {
+  std::string file() const { return file_in(directory_ / "answers"); }
+  static std::string file_in(const std::string& directory) {
     std::string found;
-    for (const auto& entry : boost::filesystem::directory_iterator(directory_ / "answers")) {
+    for (const auto& entry : boost::filesystem::directory_iterator(directory)) {
       if (entry.path().filename().string().starts_with("answers-")) found = entry.path().string();
     }
     return found;

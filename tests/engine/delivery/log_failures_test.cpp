@@ -185,6 +185,29 @@ TEST_F(DeliveryLogTest, AfterAFailedSyncAllGoesIntoANewFile) {
   EXPECT_EQ(open()->get("a")->text, "x");
 }
 
+TEST_F(DeliveryLogTest, AfterAFailedSyncOfAHandOverAllGoesIntoANewFile) {
+  int failed = 0;
+  for (uint64_t call = 1;; ++call) {
+    SCOPED_TRACE(call);
+    DeliveryLogOptions own = options();
+    own.directory = directory_ / fmt::format("{}", call);
+    test::FaultyFileSystem faulty;
+    auto answers = value_of(DeliveryLog::open(faulty, own));
+    ASSERT_TRUE(succeeded(answers->start(asked("a"))));
+    const std::string before = file_in(own.directory);
+    faulty.plan.set(test::Fault::kError, call, EIO);
+    const Status handed = answers->hand_over();
+    faulty.plan.clear();
+    if (handed) break;
+    ++failed;
+    ASSERT_TRUE(succeeded(answers->step({given("a", 0, {1}, "x")})));
+    ASSERT_TRUE(succeeded(answers->sync()));  // not of the same file again
+    EXPECT_NE(file_in(own.directory), before);
+    ASSERT_TRUE(succeeded(answers->hand_over()));
+  }
+  EXPECT_EQ(failed, 2);  // before it takes no more records, and after that
+}
+
 // Three answers get steps, of which some are synced; files are begun anew, and while that goes on there are steps, new
 // answers and syncs too, between all calls of files that are made without a lock.
 class Rotations {
@@ -370,7 +393,8 @@ TEST_F(DeliveryLogTest, ALogIsSetAsideAlsoIfThatIsInterrupted) {
       int status = 0;
       ASSERT_EQ(::waitpid(child, &status, 0), child);
       const auto answers = open(own);
-      EXPECT_TRUE(answers->get("a")) << call;
+      ASSERT_TRUE(answers->get("a")) << call;
+      EXPECT_EQ(answers->get("a")->state, AnswerState::kFailed) << "it runs as this engine's own, call " << call;
       bool kept = false;
       for (const auto& entry : boost::filesystem::directory_iterator(own.directory)) {
         const bool aside = entry.path().filename().string().starts_with("set-aside-");

@@ -34,7 +34,8 @@ async def wake(server, named: str, watcher: Watcher | None = None) -> Report | N
         where = f", which are now in {counts['set_aside']}" if counts["set_aside"] else ""
         logger.warning("torpor: answers of another engine were found%s: %s", where, counts["of_another"])
         if server.settings.on_wake_error == "discard":
-            _discard(server, f"they are of another engine: {counts['of_another']}")
+            logger.error("torpor: serving without what was there: %d answers ended", counts["discarded"])
+            server.metrics.start_requests.labels("failed").inc(counts["discarded"])
             return None
     unfit = server.remote.unfit if server.remote is not None and not named else None
     where = named or (server.options.checkpoint_dir if unfit is None else server.settings.object_store)
