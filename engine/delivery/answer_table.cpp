@@ -253,14 +253,15 @@ void AnswerTable::forget_old(double now) {
   if (over_budget()) drop_oldest();
 }
 
-// Drop the oldest responses, each as a whole, of which all choices have ended.
+// Drop the oldest calls, each as a whole, of which all choices have ended. Not the oldest responses: a client that
+// uses an id again and again always has an answer under it that runs.
 void AnswerTable::drop_oldest() {
   try {
     for (const std::string& id : order_) {
       if (!over_budget()) break;
       const auto found = answers_.find(id);
       if (found == answers_.end()) continue;  // it was dropped with an earlier choice
-      const std::vector<std::string> choices = of_response(found->second);
+      const std::vector<std::string> choices = of_call(found->second);
       const bool runs = std::any_of(choices.begin(), choices.end(), [&](const std::string& choice) {
         return answers_.at(choice).state == AnswerState::kRunning;
       });
@@ -272,17 +273,21 @@ void AnswerTable::drop_oldest() {
   std::erase_if(order_, [&](const std::string& id) { return !answers_.contains(id); });
 }
 
-std::vector<std::string> AnswerTable::of_response(const Answer& answer) const {
+std::vector<std::string> AnswerTable::of_call(const Answer& answer) const {
   const auto [first, last] = by_response_.equal_range(std::pair(answer.tenant, answer.response));
   std::vector<std::string> ids;
-  for (auto entry = first; entry != last; ++entry) ids.push_back(entry->second);
+  for (auto entry = first; entry != last; ++entry) {
+    if (answers_.at(entry->second).call == answer.call) ids.push_back(entry->second);
+  }
   return ids;
 }
 
-// Aborted and failed responses are not remembered: they may begin again, and for a reader they do not exist.
+// Aborted and failed responses are not remembered: they may begin again, and for a reader they do not exist. Nor is a
+// response of which another call is here: readers get that one's answer.
 void AnswerTable::remember_drop(const Answer& answer, size_t choices) {
   dropped_ += choices;
   if (answer.state != AnswerState::kFinished) return;
+  if (by_response_.count(std::pair(answer.tenant, answer.response)) > choices) return;
   if (drops_.size() >= kMostDropped) forget_oldest_drop();
   const size_t hash = hash_of(answer.response, answer.tenant);
   drops_.emplace_back(hash, answer.ended);

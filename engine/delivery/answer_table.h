@@ -58,8 +58,8 @@ class AnswerTable {
   void forget(const std::string& id);  // an ended one
   // Return the number of ended answers that were removed because the table was over its budget.
   uint64_t dropped() const { return dropped_; }
-  // Return whether this response finished and was removed for the budget. Remembered for `keep_seconds`, and for the
-  // last 65,536 responses.
+  // Return whether this response finished and its last answer was removed for the budget. Remembered for
+  // `keep_seconds`, and for the last 65,536 responses.
   bool was_dropped(std::string_view response, std::string_view tenant) const;
   void clear();
 
@@ -71,7 +71,7 @@ class AnswerTable {
 
   bool is_past(const Answer& answer, double now) const;  // of this choice alone
   void drop_oldest();
-  std::vector<std::string> of_response(const Answer& answer) const;  // ids of all choices of all its calls
+  std::vector<std::string> of_call(const Answer& answer) const;  // ids of all choices of its call
   void remember_drop(const Answer& answer, size_t choices);
   void forget_oldest_drop();
   void take_out(const std::string& id);  // everywhere but from order_

@@ -12,6 +12,8 @@ namespace {
 
 constexpr uint64_t kSafetyBytes = 4ull << 20;  // a file is not replaced before it grew by this
 constexpr std::chrono::seconds kRetry(1);      // after a write that failed
+constexpr double kForgetSeconds = 1;           // at least, between two looks for old answers
+constexpr double kForgetShare = 0.01;          // of keep_seconds, likewise: a look reads the whole table
 constexpr int kTailRounds = 8;                 // each appends what was recorded during the one before
 
 // Return an error if another server went on from `ours`: it has recorded more than they have.
@@ -118,8 +120,10 @@ Status DeliveryLog::end_those_of_another() {
 }
 
 void DeliveryLog::forget_old() {
+  const double now = clock_.unix_seconds();
   forget_ = false;
-  answers_.forget_old(clock_.unix_seconds());
+  forget_at_ = now + std::max(kForgetSeconds, options_.keep_seconds * kForgetShare);
+  answers_.forget_old(now);
 }
 
 // --- a new file ------------------------------------------------------------------------------------------------------
@@ -313,7 +317,8 @@ Status DeliveryLog::start(Answer answer) {
     TORPOR_RETURN_IF_ERROR(answer.request.validate());
     const MutexLock writing(writer_);
     answer.text_ends.assign(answer.request.output_token_ids.size(), 0);
-    answer.created = clock_.unix_seconds();
+    const double now = clock_.unix_seconds();
+    answer.created = now;
     {
       const MutexLock lock(mutex_);
       if (closed_) return ok();
@@ -327,7 +332,7 @@ Status DeliveryLog::start(Answer answer) {
     {
       const MutexLock lock(mutex_);
       answers_.put(std::move(answer));
-      if (forget_ || answers_.over_budget()) forget_old();
+      if (forget_ || now >= forget_at_ || answers_.over_budget()) forget_old();
       note([&]() TORPOR_REQUIRES(mutex_) {
         rotation_->written.insert(id);
         return record;

@@ -48,7 +48,7 @@ struct DeliveryLogOptions {
   std::string directory;         // made if it is absent; empty: in memory only
   Fingerprint engine;            // fingerprint of the engine that serves
   OtherEngine other_engine = OtherEngine::kRefuse;
-  double keep_seconds = 3600;          // how long ended answers stay
+  double keep_seconds = 3600;          // how long ended answers stay; they go when an answer begins
   uint64_t keep_bytes = 256ull << 20;  // the most bytes of ended answers in memory; beyond it the oldest are removed
   uint64_t file_bytes =
       64ull << 20;  // a file is replaced when it is larger than this, and than four times the size that it began with
@@ -101,8 +101,8 @@ class DeliveryLog {
   Result<AnswerPart> position(const std::string& id) const;  // end and state, without content
   // Return the end of each answer; none if there is no such answer, or it has ended.
   std::vector<std::optional<AnswerEnds>> running_ends(std::span<const std::string_view> ids) const;
-  // Return whether an ended answer of this response was removed for keep_bytes, less than keep_seconds after its end.
-  // Known only since open(), and for the last 65,536 of them.
+  // Return whether the last ended answer of this response was removed for keep_bytes, less than keep_seconds after its
+  // end. Known only since open(), and for the last 65,536 of them.
   bool was_dropped(std::string_view response, std::string_view tenant) const;
   uint64_t dropped() const;  // number of ended answers removed for keep_bytes since open()
   // Return the ids of answers of which the file lacks records, as writes failed. rotate() writes them.
@@ -165,6 +165,7 @@ class DeliveryLog {
   AnswerTable answers_ TORPOR_GUARDED_BY(mutex_);  // changed only with writer_ held, too
   // Forget old answers at the next start(), so that no answer disappears between two other calls of the writer.
   bool forget_ TORPOR_GUARDED_BY(mutex_) = false;
+  double forget_at_ TORPOR_GUARDED_BY(mutex_) = 0;  // also at the first start() from this time on
   // Null: in memory only. Changed only with writer_ held, too.
   std::shared_ptr<DeliveryLogFile> file_ TORPOR_GUARDED_BY(mutex_);
   std::optional<Rotation> rotation_ TORPOR_GUARDED_BY(mutex_);

@@ -10,9 +10,9 @@ CHANGES_THE_ENGINE = [
 ]  # fmt: skip
 BEGINS_A_REQUEST = [
     "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/responses", "/v1/messages",
-    "/v1/systemone", "/inference/v1/generate", "/generative_scoring", "/cohere/v2/chat", "/invocations",
-    "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
-    "/v2/rerank", "/v1/audio/transcriptions", "/v1/audio/translations",
+    "/v1/systemone", "/v1/decisions", "/inference/v1/generate", "/generative_scoring", "/cohere/v2/chat",
+    "/invocations", "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank",
+    "/v1/rerank", "/v2/rerank", "/v1/audio/transcriptions", "/v1/audio/translations",
 ]  # fmt: skip
 NEEDS_NO_ENGINE = [
     ("POST", "/v1/responses/{response_id}/cancel"), ("GET", "/v1/responses/{response_id}"),

@@ -132,10 +132,10 @@ def report(**values):
 
 
 def arguments(*words: str):
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from torpor.vllm.compat import lookup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser = lookup("vllm.entrypoints.launchers.cli_args", "make_arg_parser")(FlexibleArgumentParser())
     return parser.parse_args(["--additional-config", '{"torpor": {}}', *words])
 
 

@@ -211,6 +211,34 @@ def test_an_id_is_of_one_call_until_its_answer_has_ended(tokenizer):
     assert scene.answers.find("chatcmpl-r", "") == [fourth.request_id]
 
 
+def reject(scene: Scene, request: EngineCoreRequest, why: str) -> None:
+    """The engine core rejects the request, as vLLM 0.33 says it: by an error, without a last output."""
+    if "error" in EngineCoreOutput.__struct_fields__:
+        from vllm.outputs import RequestError
+
+        error = RequestError(code="engine_paused", message=why, retryable=True)
+        output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=error)
+    else:
+        error = SimpleNamespace(message=why)
+        output = SimpleNamespace(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=error)
+        scene.recorder._stock_process = lambda outputs: scene.processor.request_states.pop(request.request_id)
+    scene.processor.process_outputs([output])
+    assert request.request_id not in scene.processor.request_states
+
+
+@pytest.mark.core
+def test_a_request_that_the_engine_core_rejects_has_failed_and_its_id_is_free(tokenizer):
+    scene = Scene(tokenizer)
+    request = new_request()
+    scene.add(request)
+    call_of_client.set(new_call())
+    assert scene.recorder.used_request_id("r") is not None
+    reject(scene, request, "the engine is paused")
+    part = scene.answers.part(request.request_id, 0)
+    assert (part["state"], part["finish_reason"], part["stop_reason"]) == ("failed", "error", "the engine is paused")
+    assert scene.recorder.used_request_id("r") is None
+
+
 def test_choices_of_two_calls_are_not_mixed(tokenizer):
     scene = Scene(tokenizer)
     call, both = new_call(), SamplingParams(n=2, max_tokens=20)

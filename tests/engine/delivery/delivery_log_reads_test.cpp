@@ -85,6 +85,64 @@ TEST_F(DeliveryLogTest, AResponseIsDroppedWholeAndOnlyWhenAllOfItHasEnded) {
   EXPECT_FALSE(answers->was_dropped("both", "")) << "it is begun again";
 }
 
+// Otherwise a client whose calls all have one id keeps its answers beyond the limit, and all others lose theirs.
+TEST_F(DeliveryLogTest, EarlierAnswersOfAnIdThatIsInUseAreDroppedAsThoseOfOthers) {
+  DeliveryLogOptions few = options();
+  few.keep_bytes = 27'000;  // of two
+  const auto answers = open(few);
+  const auto start = [&](const std::string& id, const std::string& response, uint64_t call) {
+    Answer answer = asked(id, response);
+    answer.call = call;
+    ASSERT_TRUE(succeeded(answers->start(answer)));
+  };
+  const auto give = [&](const std::string& id) {
+    ASSERT_TRUE(succeeded(answers->step({given(id, 0, {1}, std::string(10'000, 'x'))})));
+    ASSERT_TRUE(succeeded(answers->step({ended(id, 1)})));
+  };
+  start("a", "both", 1);
+  give("a");
+  start("b", "both", 2);
+  give("b");
+  start("other", "other", 3);
+  give("other");
+  start("c", "both", 4);
+  EXPECT_FALSE(answers->get("a"));
+  EXPECT_TRUE(answers->get("b"));
+  EXPECT_TRUE(answers->get("other"));
+  EXPECT_FALSE(answers->was_dropped("both", "")) << "its newest answer is here";
+  give("c");
+  start("d", "another", 5);
+  EXPECT_FALSE(answers->get("b"));
+  EXPECT_TRUE(answers->get("other"));
+  EXPECT_EQ(answers->dropped(), 2U);
+  for (const std::string id : {"d", "e", "f"}) {
+    if (id != "d") start(id, "response-" + id, 6);
+    give(id);
+  }
+  start("last", "last", 7);
+  EXPECT_TRUE(answers->find("both", "").empty());
+  EXPECT_TRUE(answers->was_dropped("both", ""));
+}
+
+// A log in memory never begins a new file, and that of a server with little to do seldom.
+TEST_F(DeliveryLogTest, AnOldAnswerIsForgottenWithoutANewFile) {
+  for (const std::string& directory : {std::string(), options().directory}) {
+    DeliveryLogOptions few = options();
+    few.keep_seconds = 10;
+    few.directory = directory;
+    const auto answers = open(few);
+    ASSERT_TRUE(succeeded(answers->start(asked("old"))));
+    ASSERT_TRUE(succeeded(answers->step({ended("old", 0)})));
+    clock_.advance(std::chrono::seconds(9));
+    ASSERT_TRUE(succeeded(answers->start(asked("soon"))));
+    EXPECT_TRUE(answers->get("old"));
+    clock_.advance(std::chrono::seconds(2));
+    ASSERT_TRUE(succeeded(answers->start(asked("late"))));
+    EXPECT_FALSE(answers->get("old"));
+    EXPECT_EQ(answers->dropped(), 0U);
+  }
+}
+
 TEST_F(DeliveryLogTest, TheChoicesOfACallGrowTooOldTogether) {
   DeliveryLogOptions few = options();
   few.keep_seconds = 10;

@@ -220,7 +220,15 @@ class Recorder:
             outputs = [output for output in outputs if output.finish_reason is not FinishReason.ABORT]
         known = self._processor.request_states
         states = [state for output in outputs if (state := known.get(output.request_id)) is not None]
+        rejected = [
+            (state, output.error.message)
+            for output in outputs
+            if getattr(output, "error", None) is not None and (state := known.get(output.request_id)) is not None
+        ]
         result = self._stock_process(outputs, *args, **kwargs)
+        for state, why in rejected:  # by the engine core: vLLM 0.33 makes no output of such an error
+            if getattr(state, "torpor_finish", None) is None:
+                state.torpor_finish = ("error", why)
         self._write(self.answers.step_states, states, known, self._in_pieces, FastIncrementalDetokenizer, self.step_of)
         if self._changed:
             for state in states:

@@ -80,8 +80,8 @@ ROUTES: dict[tuple[str, str], Rule] = (
     | _all(
         Who.CLIENT, Asleep.HELD,
         "POST /v1/chat/completions", "POST /v1/chat/completions/batch", "POST /v1/completions", "POST /v1/responses",
-        "POST /v1/messages", "POST /v1/systemone", "POST /inference/v1/generate", "POST /generative_scoring",
-        "POST /cohere/v2/chat", "POST /invocations",
+        "POST /v1/messages", "POST /v1/systemone", "POST /v1/decisions", "POST /inference/v1/generate",
+        "POST /generative_scoring", "POST /cohere/v2/chat", "POST /invocations",
         "POST /v1/embeddings", "POST /v2/embed", "POST /pooling", "POST /classify",
         "POST /score", "POST /v1/score", "POST /rerank", "POST /v1/rerank", "POST /v2/rerank",
         "POST /v1/audio/transcriptions", "POST /v1/audio/translations", "WEBSOCKET /v1/realtime",
