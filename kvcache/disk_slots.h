@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // DiskSlots: where the slots of a block index lie in a store on disk. An index uses its slots again and again; a store
-// uses each of its own once while a process uses its directory. So each segment of the index gets a new segment of the store
-// when it is first written, and a block that the store had at its start stays where it is until the index evicts it.
+// uses each of its own once while a process uses its directory. So each segment of the index gets a new segment of the
+// store when it is first written, and a block that the store had at its start stays where it is until the index evicts
+// it.
 //
 // Owner: the component that moves bytes for the index. Threads: one.
 #pragma once

@@ -8,8 +8,8 @@
 #include <cerrno>
 #include <cstdlib>
 
-#include <boost/filesystem.hpp>
 #include <gtest/gtest.h>
+#include <boost/filesystem.hpp>
 
 namespace torpor {
 namespace {
@@ -20,7 +20,8 @@ int descriptor_of_ring() {
   for (const auto& entry : boost::filesystem::directory_iterator("/proc/self/fd")) {
     boost::system::error_code error;
     const std::string target = boost::filesystem::read_symlink(entry.path(), error).string();
-    if (target.find("io_uring") != std::string::npos) found = std::max(found, std::stoi(entry.path().filename().string()));
+    if (target.find("io_uring") != std::string::npos)
+      found = std::max(found, std::stoi(entry.path().filename().string()));
   }
   return found;
 }
@@ -31,7 +32,8 @@ TEST(UringQueue, WithoutARingPlainCallsAreToDoAllThatWasAsked) {
   const int ring = descriptor_of_ring();
   ASSERT_GE(ring, 0);
   std::array<std::byte, 16> bytes{};
-  std::array<FilePart, 2> parts{FilePart{0, std::span(bytes).first(8), ok()}, FilePart{8, std::span(bytes).last(8), ok()}};
+  std::array<FilePart, 2> parts{FilePart{0, std::span(bytes).first(8), ok()},
+                                FilePart{8, std::span(bytes).last(8), ok()}};
   std::array<int32_t, 2> results{};
   rlimit before{};
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
