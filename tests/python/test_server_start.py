@@ -219,7 +219,12 @@ def test_one_that_loses_its_ownership_while_it_fetches_says_so_and_does_not_wait
         monkeypatch.setattr(life, "Remote", lambda *_: home)
         _, server = build(monkeypatch, [], engine=Engine(tmp_path / "d"), object_store="file:///nowhere")
         await started(server)
-        assert fetched.is_set() and server.state == "failed" and isinstance(server.problem, Aborted) and server.restart_may_help()
+        assert (
+            fetched.is_set()
+            and server.state == "failed"
+            and isinstance(server.problem, Aborted)
+            and server.restart_may_help()
+        )
         assert "lost the ownership" in server.problem.what and "while it fetched" in server.problem.what
 
     run(scene())
