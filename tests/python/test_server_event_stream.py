@@ -157,7 +157,7 @@ def test_streams_get_comments_while_the_server_hands_over(monkeypatch):
             await caller.task
             assert caller.body.replace(ASLEEP, b"") == WHOLE
 
-    run(scene(), 60)
+    run(scene(), 120)
 
 
 def test_a_stream_hears_of_each_sleep_at_once(monkeypatch):

@@ -699,9 +699,7 @@ def behind_echo(life: Server, ids: list[str], starts: list[int]) -> tuple[list[s
     return missing, [max(0, start - len(echo)) for echo, start in zip(echoes, starts, strict=True)]
 
 
-async def _events(
-    life: Server, ids: list[str], starts: list[tuple[int, int]], before: list[str]
-) -> AsyncIterator[str]:
+async def _events(life: Server, ids: list[str], starts: list[tuple[int, int]], before: list[str]) -> AsyncIterator[str]:
     """Chunks as vLLM sends them, with their token ids; the id of an event is the `from` that goes on behind it. The
     first text of each choice stands behind its `before`. `starts`, `before`: of starts_of()."""
     before = list(before)
