@@ -2,6 +2,7 @@
 """What the response log reads of vLLM's requests by itself, how it writes that, and its limit in bytes: no engine."""
 
 import asyncio
+import json
 import random
 import re
 import resource
@@ -14,6 +15,7 @@ from torpor import _core
 from torpor.errors import InvalidArgument
 from torpor.vllm.scheduler_values import unstarted_request
 from torpor.vllm.server import recorder as server_recorder
+from torpor.vllm.server import routes
 from torpor.vllm.server.recorder import Recorder
 from torpor.vllm.values import sampling_to_value
 from vllm import SamplingParams
@@ -177,6 +179,122 @@ def test_a_step_is_one_record(monkeypatch, tmp_path):
         assert records() == [*before, *[2] * (number + 1)]
     step(processor, {"r50": ([], "", None)})
     assert len(records()) == len(before) + 5, "a record of nothing"
+
+
+# --- those who read ---------------------------------------------------------------------------------------------------
+
+
+def texts_of(events: str) -> dict[int, str]:
+    """The text of each choice that these events of a stream give."""
+    texts: dict[int, str] = {}
+    for line in events.splitlines():
+        if line.startswith("data: {"):
+            [choice] = json.loads(line.removeprefix("data: "))["choices"]
+            text = choice["text"] if "text" in choice else choice["delta"]["content"]
+            texts[choice["index"]] = texts.get(choice["index"], "") + text
+    return texts
+
+
+def put_answer(server, request_id: str, words: list[str], ends: bool = True, **fields) -> None:
+    """An answer that has one token for each word."""
+    server.recorder._start(request(request_id) | fields)
+    for at, text in enumerate(words):
+        server.recorder.answers.step([{"id": request_id, "at": at, "tokens": [at], "text": text}])
+    if ends:
+        server.recorder.end(request_id, "finished", "stop", None)
+
+
+def test_an_id_that_another_route_used_again_names_the_newest_answer(monkeypatch, tmp_path):
+    async def scene():
+        app, server = build(monkeypatch, [], engine=Engine(tmp_path))
+        await started(server)
+        put_answer(server, "chatcmpl-t", ["of ", "the ", "chat"])
+        put_answer(server, "cmpl-t", ["com", "ple"], ends=False)
+        async with client(app, None) as http:
+
+            async def text_of() -> str:
+                return (await http.get("/torpor/requests/t")).json()["choices"][0]["text"]
+
+            assert await text_of() == "comple"
+            assert (await http.delete("/torpor/requests/t")).json() == {"aborted": 1}
+            assert [call[1] for call in server.engine.calls if call[0] == "abort"] == [["cmpl-t"]]
+            reading = asyncio.create_task(http.get("/torpor/requests/t/stream?from_text=2"))
+            while not server.recorder._changed:
+                await asyncio.sleep(0.001)
+            server.recorder.end("cmpl-t", "aborted", "abort", None)
+            assert texts_of((await reading).text) == {0: "mple"}
+            assert await text_of() == "comple"
+            assert (await http.get("/torpor/requests/chatcmpl-t")).json()["choices"][0]["text"] == "of the chat"
+            put_answer(server, "again", ["a newer chat"], response="chatcmpl-t")
+            assert await text_of() == "a newer chat"
+
+    run(scene())
+
+
+@pytest.mark.parametrize(("query", "last", "expected"), [
+    ("from_text=3", "3", {0: "gh"}), ("from=1", "3", {0: "gh"}), ("from_text=3", "", {0: "defgh"}),
+    ("", "3", {0: "gh"}), ("", None, {0: "abcdefgh"}),
+])  # fmt: skip
+def test_a_reader_that_connects_again_goes_on_behind_its_last_event(monkeypatch, tmp_path, query, last, expected):
+    """The query of a browser's EventSource stays that of its first connection."""
+
+    async def scene():
+        app, server = build(monkeypatch, [], engine=Engine(tmp_path))
+        await started(server)
+        put_answer(server, "cmpl-e", ["ab", "cd", "ef", "gh"])
+        headers = {} if last is None else {"Last-Event-ID": last}
+        async with client(app, None) as http:
+            answer = await http.get(f"/torpor/requests/e/stream?{query}", headers=headers)
+            assert texts_of(answer.text) == expected
+            both = await http.get("/torpor/requests/e/stream?from=1&from_text=1", headers={"Last-Event-ID": "1"})
+            wrong = await http.get("/torpor/requests/e/stream?from_text=1", headers={"Last-Event-ID": "5"})
+            assert both.status_code == wrong.status_code == 400
+
+    run(scene())
+
+
+@pytest.mark.parametrize(("echo", "from_text", "last", "expected"), [
+    ("", 3, "1,3", {0: "defgh", 1: "gh"}), ("Hi ", 1, "0,3", {0: "i abcdefgh", 1: "gh"}),
+    ("Hi ", 4, "2,0", {0: "efgh", 1: "bcdefgh"}),
+])  # fmt: skip
+def test_a_choice_of_which_nothing_had_come_begins_where_the_query_says(
+    monkeypatch, tmp_path, echo, from_text, last, expected
+):
+    async def scene():
+        app, server = build(monkeypatch, [], engine=Engine(tmp_path))
+        await started(server)
+        front = {"state": {}} | ({"echo": echo} if echo else {})
+        for choice in (0, 1):
+            words = ["ab", "cd", "ef", "gh"]
+            put_answer(server, f"cmpl-e-{choice}", words, response="cmpl-e", choice=choice, front=front)
+        async with client(app, None) as http:
+            path = f"/torpor/requests/e/stream?from_text={from_text}"
+            assert texts_of((await http.get(path, headers={"Last-Event-ID": last})).text) == expected
+
+    run(scene())
+
+
+@pytest.mark.parametrize("start", [(0, 0), (1, 0), (0, 2)])
+def test_a_reader_gets_what_was_held_back_when_the_request_is_aborted(monkeypatch, start):
+    """A text that may become a stop string is held back; the abort releases it in a step without tokens."""
+
+    async def scene():
+        processor, recorder = recorded(monkeypatch)
+        begin(processor, recorder, "cmpl-a", Detokenizer(stop_buffer_length=3))
+        step(processor, {"cmpl-a": ([1], "abc漢", None)})
+        step(processor, {"cmpl-a": ([2], "def", None)})
+        before = recorder.answers.part("cmpl-a", *start)
+        sessions = SimpleNamespace(where_it_went=lambda _: None)
+        life = SimpleNamespace(log=recorder, sessions=sessions, model="model")
+        events = routes._events(life, ["cmpl-a"], [start], [""])
+        given = await anext(events)
+        step(processor, {"cmpl-a": ([], "", "abort")})
+        given += "".join([each async for each in events])
+        whole = recorder.answers.part("cmpl-a")["text"]
+        assert whole == "abc漢def" and "data: [DONE]" in given
+        assert texts_of(given)[0] == whole[before["text_end"] - len(before["text"]) :]
+
+    run(scene())
 
 
 # --- the limit in bytes ----------------------------------------------------------------------------------------------

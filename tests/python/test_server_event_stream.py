@@ -138,6 +138,28 @@ def test_a_stream_that_runs_gets_comments_between_its_events(monkeypatch):
     run(scene())
 
 
+def test_streams_get_comments_while_the_server_hands_over(monkeypatch):
+    async def scene():
+        app, server, go = serving(monkeypatch, 0.02)
+        await started(server)
+        running = Caller(app, "/v1/completions", STREAMED)
+        go.release()
+        await running.until(lambda: running.body == b"data: one\n\n")
+        server.enter("handing over")
+        waiting = Caller(app, "/v1/completions", STREAMED)
+        for caller in (running, waiting):
+            await caller.until(lambda caller=caller: caller.body.count(ASLEEP) >= 3)
+        assert waiting.status == 200 and server.queued == 1
+        server.enter("awake")  # the switch did not come about
+        for _ in range(7):
+            go.release()
+        for caller in (running, waiting):
+            await caller.task
+            assert caller.body.replace(ASLEEP, b"") == WHOLE
+
+    run(scene(), 120)
+
+
 def test_a_stream_hears_of_each_sleep_at_once(monkeypatch):
     async def scene():
         server, caller, _ = await streaming(monkeypatch, 1000)

@@ -54,6 +54,7 @@ class Made:
     def __init__(self):
         self.answers: dict[tuple[str, str], list[str]] = {}
         self.states: dict[str, SimpleNamespace] = {}
+        self.created: dict[str, float] = {}
         self.images: list[dict] = []
         found = SimpleNamespace(find=lambda response, tenant: self.answers.get((tenant, response), []), get=self._get)
         self.server = SimpleNamespace(
@@ -68,8 +69,9 @@ class Made:
         self.sessions = Sessions(self.server)
         self.sessions._side = lambda: SimpleNamespace()
 
-    def answer(self, tenant: str, response: str, request: str, runs: bool = True) -> None:
+    def answer(self, tenant: str, response: str, request: str, runs: bool = True, created: float = 0.0) -> None:
         self.answers[(tenant, response)] = [request]
+        self.created[request] = created
         if runs:
             self.states[request] = SimpleNamespace(external_req_id=response)
 
@@ -83,7 +85,10 @@ class Made:
         found = next((key for key, ids in self.answers.items() if request in ids), None)
         if found is None:
             return None
-        return {"tenant": found[0], "response": found[1], "choice": self.answers[found].index(request)}
+        return {
+            "tenant": found[0], "response": found[1], "choice": self.answers[found].index(request),
+            "state": "running" if request in self.states else "finished", "created": self.created[request],
+        }  # fmt: skip
 
     async def _call(self, method: str, options: dict | None = None) -> list[dict]:
         assert method == "images"
@@ -115,6 +120,18 @@ def test_a_name_that_was_used_again_means_the_answer_that_is_here():
     assert made.sessions.moved_to(["chatcmpl-x"], "alice") == "http://127.0.0.1:8001"
 
 
+@pytest.mark.parametrize(("runs", "created", "is_here"), [(True, 0.5, True), (False, 2.0, True), (False, 0.5, False)])
+def test_a_name_of_calls_of_two_routes_means_the_one_that_runs_or_the_newest(runs, created, is_here):
+    made = Made()
+    made.answer("alice", "chatcmpl-x", "x-1", runs=False, created=1.0)
+    made.sessions.record_move("x-1", "http://127.0.0.1:8001")
+    made.answer("alice", "cmpl-x", "x-2", runs=runs, created=created)
+    names = of_server.names_of("x")
+    assert made.sessions.newest(names, "alice") == (["x-2"] if is_here else ["x-1"])
+    assert made.sessions.moved_to(names, "alice") == (None if is_here else "http://127.0.0.1:8001")
+    assert made.sessions.newest(names, "bob") == []
+
+
 @pytest.mark.parametrize("moves", [True, False])
 def test_who_reads_an_answer_that_moves_does_not_take_it_for_complete(moves):
     async def scene():
@@ -125,13 +142,14 @@ def test_who_reads_an_answer_that_moves_does_not_take_it_for_complete(moves):
             if moves:
                 made.sessions.record_move(request, "http://127.0.0.1:8001")
             return {
-                "state": "failed", "tokens": [1], "text": "a", "tokens_end": 1, "finish_reason": "error",
+                "state": "failed", "tokens": [1], "text": "a", "tokens_end": 1, "text_end": 1, "finish_reason": "error",
                 "stop_reason": of_server.MOVED,
             }  # fmt: skip
 
         life = made.server
         life.sessions, life.model, life.log.more = made.sessions, "model", more
-        events = "".join([each async for each in routes._events(life, ["x-1"], [0], False, [""])])
+        life.log.answers.part = lambda *_: {"tokens": [], "text": "", "tokens_end": 0, "text_end": 0}
+        events = "".join([each async for each in routes._events(life, ["x-1"], [(0, 0)], [""])])
         assert ("data: [DONE]" in events) is not moves
         assert ("event: error" in events and "http://127.0.0.1:8001/torpor/requests/chatcmpl-x" in events) is moves
 
@@ -166,7 +184,7 @@ def test_a_choice_has_its_number_also_where_another_one_is_gone(two_choices):
 
         life = made.server
         life.sessions, life.model, life.log = made.sessions, "m", SimpleNamespace(answers=two_choices, more=more)
-        event = await anext(routes._events(life, ["1_x"], [0], False, [""]))
+        event = await anext(routes._events(life, ["1_x"], [(0, 0)], [""]))
         assert json.loads(event.split("data: ")[1])["choices"][0]["index"] == 1
         assert event.startswith("id: 0,1\n")
         starts = routes.numbers("4,3", routes.places(life, ["1_x"]))

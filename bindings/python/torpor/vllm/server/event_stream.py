@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way out of a streamed answer: while the engine is not awake, or its request is hibernated, comment lines keep its
-connection open.
+"""The way out of a streamed answer: while the engine is not awake, its server hands over, or its request is hibernated,
+comment lines keep its connection open.
 
 Proxies and clients give up a connection without a byte, many after a minute. A client of server-sent events passes over
 a line that begins with a colon.
@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 
 SECONDS = 15.0  # between two comments, unless --sse-keep-alive-interval of vLLM says otherwise
 _COMMENT = b": asleep\n\n"
-_NOT_AWAKE = ("falling asleep", "asleep", "waking")
+_NOT_AWAKE = ("falling asleep", "asleep", "waking", "handing over")
 _TYPE = "text/event-stream"
 # Routes whose answers are streamed if "stream" is true, and whether an error is data before [DONE], or an event.
 _STREAMED = {

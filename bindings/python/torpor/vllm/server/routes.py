@@ -333,32 +333,25 @@ def routes() -> APIRouter:
         """The rest of an answer as server-sent events. It is complete with `data: [DONE]`.
 
         response: id of the answer, or its `X-Request-Id`.
-        from: number of tokens that the reader has. One number for each choice, with commas, or one for all. Without
-            it and `from_text` the header `Last-Event-ID` counts, or 0.
+        from: number of tokens that the reader has. One number for each choice, with commas, or one for all. The header
+            `Last-Event-ID`, which a browser's EventSource sends when it connects again, wins over this and `from_text`.
         from_text: number of characters that the reader has, in the same form.
         """
         life = server(raw_request)
         ids = await choices(life, response, raw_request)
         if isinstance(ids, Response):
             return ids
-        given = from_text if from_text is not None else from_tokens
-        if given is None:
-            given = raw_request.headers.get("Last-Event-ID", "0")
         try:
             if from_tokens is not None and from_text is not None:
                 raise InvalidArgument("both from and from_text are given", "give one of them")
-            starts = numbers(given, places(life, ids))
-            before = [""] * len(ids)
-            if from_text is not None:
-                before, starts = behind_echo(life, ids, starts)
+            starts, before = starts_of(life, ids, from_tokens, from_text, raw_request.headers.get("Last-Event-ID", ""))
             for each, start in zip(ids, starts, strict=True):  # refused before the stream begins
-                life.log.answers.part(each, *((start, 0) if from_text is None else (0, start)))
+                life.log.answers.part(each, *start)
         except Error as problem:
             return refused(problem)
         found = parsed(life, ids[0])
         headers = {_PARSED: ", ".join(found)} if found else None
-        events = _events(life, ids, starts, from_text is not None, before)
-        return StreamingResponse(events, headers=headers, media_type=_EVENT_STREAM)
+        return StreamingResponse(_events(life, ids, starts, before), headers=headers, media_type=_EVENT_STREAM)
 
     @router.get("/torpor/requests/{response:path}")
     async def answer(raw_request: Request, response: str) -> Response:
@@ -616,13 +609,12 @@ async def choices(life: Server, response: str, request: Request) -> list[str] | 
     names = names_of(response)
     if (address := life.sessions.moved_to(names, whose)) is not None:
         return _at(address, request)
-    for name in names:
-        if ids := life.recorder.answers.find(name, whose):
-            if life.state == "failed" and any(life.log.answers.position(each)["state"] == "running" for each in ids):
-                return await _of_owner(life, request)  # nobody computes more of it here
-            if (given := answers_of_call.get()) is not None:
-                given.update(ids)
-            return ids
+    if ids := life.sessions.newest(names, whose):
+        if life.state == "failed" and any(life.log.answers.position(each)["state"] == "running" for each in ids):
+            return await _of_owner(life, request)  # nobody computes more of it here
+        if (given := answers_of_call.get()) is not None:
+            given.update(ids)
+        return ids
     if any(life.recorder.answers.was_dropped(name, whose) for name in names):
         what = f"the answer {response} has ended, and the response log dropped it to make room for newer ones"
         return refused(NotFound(what, "do not send the request again: it was answered"), 410)
@@ -676,6 +668,29 @@ def numbers(text: str, choices: list[int]) -> list[int]:
     return [int(parts[0] if len(parts) == 1 else parts[each]) for each in choices]
 
 
+def starts_of(
+    life: Server, ids: list[str], from_tokens: str | None, from_text: str | None, last_event: str
+) -> tuple[list[tuple[int, int]], list[str]]:
+    """Where the rest of each choice begins, as a token and a character for DeliveryLog.part(); and what the reader
+    lacks of the prompt before it (echo).
+
+    last_event: the id of the last event that the reader got, if it connects again: a browser's EventSource sends it
+        with the query of its first connection, behind which it has got more since.
+    """
+    indices = places(life, ids)
+    tokens = numbers(last_event or ("0" if from_tokens is None else from_tokens), indices)
+    starts, before = [(token, 0) for token in tokens], [""] * len(ids)
+    if from_text is None:
+        return starts, before
+    missing, characters = behind_echo(life, ids, numbers(from_text, indices))
+    for index, (each, token, character) in enumerate(zip(ids, tokens, characters, strict=True)):
+        rest = life.log.answers.part(each, token)
+        # Of a choice that has had no event yet, the id names only the token in which the place of the query lies.
+        if token == 0 or rest["text_end"] - len(rest["text"]) < character:
+            starts[index], before[index] = (0, character), missing[index]
+    return starts, before
+
+
 def behind_echo(life: Server, ids: list[str], starts: list[int]) -> tuple[list[str], list[int]]:
     """Where a reader has so many characters of each answer, and the prompt was given before it (echo): what is missing
     of the prompt, and how many characters of the answer itself the reader has."""
@@ -684,11 +699,9 @@ def behind_echo(life: Server, ids: list[str], starts: list[int]) -> tuple[list[s
     return missing, [max(0, start - len(echo)) for echo, start in zip(echoes, starts, strict=True)]
 
 
-async def _events(
-    life: Server, ids: list[str], starts: list[int], by_text: bool, before: list[str]
-) -> AsyncIterator[str]:
+async def _events(life: Server, ids: list[str], starts: list[tuple[int, int]], before: list[str]) -> AsyncIterator[str]:
     """Chunks as vLLM sends them, with their token ids; the id of an event is the `from` that goes on behind it. The
-    first text of each choice stands behind its `before`."""
+    first text of each choice stands behind its `before`. `starts`, `before`: of starts_of()."""
     before = list(before)
     response = life.log.answers.get(ids[0])["response"]
     chat = response.startswith("chatcmpl-")
@@ -699,12 +712,12 @@ async def _events(
         "model": life.model,
     }
     indices = places(life, ids)
-    ends = list(starts)
-    if by_text:  # where the tokens begin of which nothing was sent yet
-        parts = [life.log.answers.part(each, 0, start) for each, start in zip(ids, starts, strict=True)]
-        ends = [part["tokens_end"] - len(part["tokens"]) for part in parts]
+    # What was sent of each choice: up to which token, and which character.
+    parts = [life.log.answers.part(each, *start) for each, start in zip(ids, starts, strict=True)]
+    ends = [part["tokens_end"] - len(part["tokens"]) for part in parts]
+    text_ends = [part["text_end"] - len(part["text"]) for part in parts]
     waits = {
-        asyncio.create_task(life.log.more(each, *((0, start) if by_text else (start, 0)))): index
+        asyncio.create_task(life.log.more(each, *start)): index
         for index, (each, start) in enumerate(zip(ids, starts, strict=True))
     }
     try:
@@ -712,9 +725,12 @@ async def _events(
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=waits.__getitem__):  # the order of a set is chance
                 index, part = waits.pop(task), task.result()
-                text, before[index] = before[index] + part["text"], ""
-                ends[index] = part["tokens_end"]
-                ended = part["state"] != "running"
+                ended, text = part["state"] != "running", part["text"]
+                # An abort releases text that might have become a stop string, without another token.
+                if ended and len(text) < part["text_end"] - text_ends[index]:
+                    text = life.log.answers.part(ids[index], 0, text_ends[index])["text"]
+                text, before[index] = before[index] + text, ""
+                ends[index], text_ends[index] = part["tokens_end"], part["text_end"]
                 if ended and (where := life.sessions.where_it_went(ids[index])) is not None:
                     raise WrongState(f"another server has this request, at {where}", "take up its answer there")
                 choice = {

@@ -77,12 +77,28 @@ class Sessions:
     def moved_to(self, names: Iterable[str], tenant: str) -> str | None:
         """Return the address of the server that has taken an answer of one of these names, or None. A name that was
         used again means the newest answer, which is here."""
+        names = list(names)
+        newest = self.newest(names, tenant)
         for name in names:
             address, went = self._moved.get((tenant, name), (None, frozenset()))
-            newest = self._server.log.answers.find(name, tenant)
             if address is not None and (not newest or not went.isdisjoint(newest)):
                 return address
         return None
+
+    def newest(self, names: Iterable[str], tenant: str) -> list[str]:
+        """Return vLLM's ids of the choices of one answer that has one of these names; none, if there is no such answer.
+        Calls of several routes may have had one X-Request-Id, one after the other: of their answers it is the one that
+        runs, or the newest."""
+        answers = self._server.log.answers
+        found = [ids for name in names if (ids := answers.find(name, tenant))]
+
+        def place(ids: list[str]) -> tuple[bool, float]:
+            kept = [answers.get(each) for each in ids]
+            return any(each["state"] == "running" for each in kept), max(each["created"] for each in kept)
+
+        if len(found) > 1:
+            found = [max(found, key=place)]
+        return found[0] if found else []
 
     async def bring_back(self, seconds: float | None = None) -> None:
         """Resume all hibernated requests. Return when all of them are in the engine, so that a checkpoint has them.
