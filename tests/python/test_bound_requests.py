@@ -65,8 +65,12 @@ def answers_to_pieces(one, between) -> list[list[int]]:
     for text in PIECES:
         pieces.give(text)
         of_pieces.append(pieces.answered())
+        if not of_pieces[-1]:
+            one.engine.abort_request(["pieces"])  # else run() would never return
+            break
         between(pieces)
-    pieces.give(None)
+    else:
+        pieces.give(None)
     run(one.engine)
     return of_pieces
 
