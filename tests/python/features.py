@@ -258,7 +258,8 @@ def _asked_for_is_there(expected: dict) -> bool:
 
 
 def _pooled(_: Path) -> dict:
-    """Prompts of one chunk and of many; some wait. Documents are compared with a query that a worker keeps."""
+    """Prompts of one chunk and of many; some wait. Documents are compared with a query that a worker keeps. Three are
+    half-way when the engine sleeps: one whose answer is a vector for each token, the query, and a document."""
     from vllm import PoolingParams
     from vllm.pooling_params import LateInteractionParams
 
@@ -271,7 +272,8 @@ def _pooled(_: Path) -> dict:
         )
 
     return {
-        "query": scored("a small town", mode="cache_query", query_uses=2),
+        "tokens": ("Once upon a time " * 40, PoolingParams(task="token_embed")),
+        "query": scored("a small town " * 40, mode="cache_query", query_uses=2),
         "document": scored("In a small town by the sea " * 30, mode="score_doc"),
         "another": scored("foo bar " * 90, mode="score_doc"),
         "short": request("The capital of France is"),
@@ -335,7 +337,7 @@ FEATURES = {
     ),
     "pooling, begun again": Feature(
         _pooled,
-        lambda model: {"runner": "pooling", "convert": "embed"},
+        lambda model: {"runner": "pooling", "convert": "embed", "long_prefill_token_threshold": 40},
         steps=(1, 2),
         ways=WAYS[:2],
         row="pooling, begun again; scores by late interaction",

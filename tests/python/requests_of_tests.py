@@ -75,10 +75,13 @@ def _positions(logprobs) -> list | dict | None:
 def answer(output) -> list:
     """All of a RequestOutput that its reader sees, as plain values that survive JSON.
 
-    Of a pooling request its vector: batches decide about the last digits, which are left out.
+    Of a pooling request its vector, or the number and the mean of its vectors: batches decide about the last digits,
+    which are left out.
     """
     if isinstance(output, PoolingRequestOutput):
-        return [output.finished, [[0, [round(number, 4) for number in output.outputs.data.flatten().tolist()]]], None]
+        data = output.outputs.data
+        rows, vector = ([len(data)], data.mean(0)) if data.dim() > 1 else ([], data.flatten())
+        return [output.finished, [[0, rows + [round(number, 4) for number in vector.tolist()]]], None]
     completions = [
         [
             c.index,

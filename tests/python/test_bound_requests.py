@@ -57,23 +57,29 @@ class InPieces:
 PIECES = ["Once upon a time", " there lived an old clock maker", " by the sea"]
 
 
+def answers_to_pieces(one, between) -> list[list[int]]:
+    """Return the tokens after each of PIECES. `between` is called after each answer, with the prompt in pieces."""
+    one.begin(0, ["short"])
+    pieces = InPieces(one)
+    of_pieces = []
+    for text in PIECES:
+        pieces.give(text)
+        of_pieces.append(pieces.answered())
+        if not of_pieces[-1]:
+            one.engine.abort_request(["pieces"])  # else run() would never return
+            break
+        between(pieces)
+    else:
+        pieces.give(None)
+    run(one.engine)
+    return of_pieces
+
+
 @pytest.mark.gpu_path
 @long_on_gpu_path
 @pytest.mark.parametrize("to", ["host", "disk"])
 def test_a_prompt_that_comes_in_pieces_sleeps_while_its_next_one_is_waited_for(one, to):
-    def outputs(asleep) -> list[list[int]]:
-        one.begin(0, ["short"])
-        pieces = InPieces(one)
-        of_pieces = []
-        for text in PIECES:
-            pieces.give(text)
-            of_pieces.append(pieces.answered())
-            asleep(pieces)
-        pieces.give(None)
-        run(one.engine)
-        return of_pieces
-
-    expected = outputs(lambda pieces: None)
+    expected = answers_to_pieces(one, lambda pieces: None)
     assert [len(tokens) for tokens in expected] == [5, 10, 15]
 
     def asleep(pieces) -> None:
@@ -81,8 +87,21 @@ def test_a_prompt_that_comes_in_pieces_sleeps_while_its_next_one_is_waited_for(o
         assert [(each["id"], "pieces" in each["error"]) for each in report.bound_requests] == [(pieces.id, True)]
         one.llm.wake_up()
 
-    assert outputs(asleep) == expected
+    assert answers_to_pieces(one, asleep) == expected
     assert one.llm.torpor.state().recomputed_tokens == 0
+
+
+@pytest.mark.gpu_path
+@long_on_gpu_path
+def test_a_prompt_that_comes_in_pieces_is_computed_again_if_its_kv_is_dropped(one):
+    expected = answers_to_pieces(one, lambda pieces: None)
+
+    def drop(pieces) -> None:
+        one.llm.sleep(level=1, preserve_state=True)
+        assert one.llm.wake_up(kv="recompute")
+        assert one.core.scheduler.requests[pieces.id].num_computed_tokens == 0
+
+    assert answers_to_pieces(one, drop) == expected
 
 
 @pytest.mark.gpu_path

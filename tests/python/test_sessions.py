@@ -17,6 +17,7 @@ import pytest
 import gpu_path
 from conftest import InProcess, long_on_gpu_path
 from requests_of_tests import REQUESTS, run
+from test_bound_requests import answers_to_pieces
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.request import Request, RequestStatus
@@ -374,6 +375,16 @@ def test_a_prompt_that_was_preempted_half_way_leaves_and_comes_back(one):
     plain = answer(False)
     assert len(plain) == 8 and answer(True) == plain
     idle(one)
+
+
+def test_a_prompt_that_comes_in_pieces_keeps_its_history_if_its_kv_is_dropped(one):
+    expected = answers_to_pieces(one, lambda pieces: None)
+
+    def drop(pieces) -> None:
+        assert one.llm.reset_prefix_cache(reset_running_requests=True)
+        assert one.core.scheduler.requests[pieces.id].num_computed_tokens == 0
+
+    assert answers_to_pieces(one, drop) == expected
 
 
 def test_what_no_values_can_hold_is_refused_by_name_and_runs_on(one, monkeypatch):

@@ -41,6 +41,7 @@ RELIED_ON = {
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler._update_after_schedule": "scheduler_values.py: tokens in flight",
     f"{_SCHEDULER}.update_from_output": "connector_sleep.py ends transfers by it, without a step",
     f"{_SCHEDULER}._preempt_request": "scheduler_values.py puts pooling requests back by it",
+    f"{_SCHEDULER}._update_request_as_session": "scheduler.py: which tokens of a prompt in pieces it keeps",
     f"{_SCHEDULER}._handle_blocked_waiting_request": "scheduler.py holds requests by it, connector_sleep.py ends loads",
     f"{_SCHEDULER}.reset_prefix_cache": "connector_sleep.py: what it takes back of running requests",
     f"{_SCHEDULER}.has_requests": "hooks.py: a frozen engine has none",

@@ -101,7 +101,8 @@ def tiers_kept(scheduler):
 
 
 def take_back_loaded(scheduler) -> None:
-    """Free the KV of requests that have it without running: a connector has loaded it. They are computed again."""
+    """Free the KV of requests that have it without running: a connector has loaded it, or the next piece of a prompt is
+    waited for. They are computed again."""
     # vLLM takes back the blocks of running requests only. It keeps blocks free for prefills in flight, which these are
     # not any more.
     holding = [request for request in scheduler.kv_holding_waiting if request.num_computed_tokens > 0]

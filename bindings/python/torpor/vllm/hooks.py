@@ -25,7 +25,7 @@ from torpor.vllm.inputs import Inputs
 from torpor.vllm.deferred_blocks import DeferredBlocks
 from torpor.vllm.other_connectors import OtherConnector, open_transfers
 from torpor.vllm.scheduler import watch_recomputation
-from torpor.vllm.sessions import Sessions, admissions_of
+from torpor.vllm.sessions import Sessions
 from torpor.vllm.support import lost_in_a_new_process, unsupported_engine, unsupported_scheduler
 
 _KEPT_OVER_NEW_WEIGHTS = "\0kept"  # once for each time, after a request's own salt
@@ -292,7 +292,7 @@ class VllmHooks:
     def capture(self) -> dict:
         if self.scheduler.torpor_frozen:  # else it is for a plan, and need not be exact
             values.assert_quiet(self.scheduler)
-            values.put_pooling_back(self.scheduler)
+            self._put_pooling_back()
         state = self._state()
         if kept.CHECKED:
             self._check(state)
@@ -300,6 +300,10 @@ class VllmHooks:
         self.bound = [{"id": request_id, "error": why} for request_id, why in bound.items() if why]
         watch_recomputation(self.scheduler)
         return state
+
+    def _put_pooling_back(self) -> None:
+        if values.put_pooling_back(self.scheduler):
+            self._rpc("torpor_restart_pooling")
 
     def _state(self, anew: bool = False) -> dict:
         """Nothing of it is the engine's own, so that it can be read when that has gone on. `anew`: see worker.py."""
@@ -370,9 +374,9 @@ class VllmHooks:
         watch_recomputation(self.scheduler)
         self.other_connector.restore(undoing=False)  # where the sleep could not keep the requests after all
         self.other_connector.finish_transfers()  # of an engine that was only paused
-        loads = self.other_connector.is_there or admissions_of(self.scheduler) is not None
-        if loads and mode != "abort":
+        if mode != "abort":
             connector_sleep.take_back_loaded(self.scheduler)
+            self._put_pooling_back()
         with connector_sleep.tiers_kept(self.scheduler):
             self._pause("abort" if mode == "abort" else "keep")
         if self.sessions is not None:

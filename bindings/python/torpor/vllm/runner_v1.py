@@ -53,6 +53,13 @@ def queries(runner):
     return runner.late_interaction_runner
 
 
+def restart_pooling(runner) -> None:
+    """Forget the hidden states of chunks of prompts. vLLM keeps them over a preemption, and adds those of all chunks."""
+    for state in runner.requests.values():
+        if state.pooling_states is not None:
+            state.pooling_states.clean()
+
+
 def capture(runner, sampling: dict[str, dict]) -> dict:
     """Rows, generators and cached requests. It keeps sampling parameters itself, of finished requests too."""
     generators = {}

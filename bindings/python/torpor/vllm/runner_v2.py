@@ -106,6 +106,10 @@ def settle(runner) -> None:
             runner.update_pp_decode_requests()
 
 
+def restart_pooling(runner) -> None:
+    """Nothing is to be done: vLLM forgets a preempted request."""
+
+
 def queries(runner):
     """What keeps the queries of scores by late interaction, if anything does."""
     return runner.pooling_runner and runner.pooling_runner.late_interaction_runner

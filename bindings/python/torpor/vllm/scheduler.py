@@ -65,6 +65,14 @@ class SchedulerMixin(Stock):
         if self.torpor_inputs is not None:
             self.torpor_inputs.add(request, self.torpor_steps)
 
+    def _update_request_as_session(self, session, update) -> None:
+        """Give a prompt in pieces its next piece. Its history stays if its KV was dropped: before 0.33, vLLM keeps only
+        tokens that have KV."""
+        computed = session.num_computed_tokens
+        session.num_computed_tokens = max(computed, session.num_tokens - 1)  # the last token is dropped, as always
+        super()._update_request_as_session(session, update)
+        session.num_computed_tokens = computed
+
     def finish_requests(self, request_ids, finished_status):
         """Finish these requests, hibernated ones too."""
         gone: list = [] if self.torpor_sessions is None else self.torpor_sessions.end(request_ids)

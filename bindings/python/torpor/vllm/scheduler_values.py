@@ -236,12 +236,15 @@ def moved_request(value: dict, block_hasher) -> Request:
     return request
 
 
-def put_pooling_back(scheduler: Scheduler) -> None:
-    """Pooling requests that run wait again, without KV, as if vLLM had lacked blocks for them."""
-    for request in [request for request in scheduler.running if request.pooling_params is not None][::-1]:
+def put_pooling_back(scheduler: Scheduler) -> bool:
+    """Let pooling requests that run wait again, without KV, as if vLLM had lacked blocks for them. Return whether there
+    were any."""
+    pooling_requests = [request for request in scheduler.running if request.pooling_params is not None]
+    for request in reversed(pooling_requests):
         scheduler.running.remove(request)
         scheduler._preempt_request(request, time.monotonic())
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    return bool(pooling_requests)
 
 
 def _pooling_to_value(request: Request, bound: str) -> dict:

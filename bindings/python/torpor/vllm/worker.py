@@ -280,6 +280,10 @@ class WorkerMixin(Stock):
         state["engine"]["queries"] = pooling.queries_to_value(_runner(self).queries(self.model_runner))
         return state
 
+    def torpor_restart_pooling(self) -> None:
+        """Forget what pooling requests have computed: all wait, and begin again."""
+        _runner(self).restart_pooling(self.model_runner)
+
     def torpor_request_states(self, requests: list[str]) -> list[dict]:
         """Return the state of each of these requests that its tokens do not tell (runner_v1, runner_v2)."""
         return [_runner(self).request_to_value(self.model_runner, request_id) for request_id in requests]

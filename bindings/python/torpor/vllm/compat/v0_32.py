@@ -415,7 +415,7 @@ ENGINE = (
                     stop_reason streaming_queue structured_output_request trace_headers
                 """,
                 exact=True,
-                properties="num_output_tokens",
+                properties="num_output_tokens num_tokens",
             ),
             Class(
                 "RequestStatus",
@@ -649,6 +649,7 @@ ENGINE = (
                     "reset_encoder_cache": "self",
                     "_preempt_request": "self, request, timestamp, drop_stale_output=False",
                     "_handle_blocked_waiting_request": "self, request",
+                    "_update_request_as_session": "self, session, update",
                     "get_num_unfinished_requests": "self",
                     "has_finished_requests": "self",
                 },
@@ -1148,6 +1149,10 @@ CPU_WORKER = (
                 """,
             ),
         ),
+    ),
+    Module(
+        "vllm.v1.pool.metadata",
+        classes=(Class("PoolingStates", calls={"clean": "self"}),),
     ),
     Module(
         "vllm.v1.sample.sampler",
