@@ -14,11 +14,13 @@ from inspector import look
 from requests_of_tests import run
 from test_sessions import CERTAIN, SCHEMA, idle, interrupted, kv_of, unfinished
 from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreEventType
 
 from torpor import _core, errors
 from torpor.vllm import frontend
+from torpor.vllm.values import positions_to_value
 
 pytestmark = [pytest.mark.gpu_path, pytest.mark.cpu]
 
@@ -375,6 +377,32 @@ def test_a_child_of_a_stream_of_deltas_goes_on_where_the_parent_was(one):
         assert text.endswith(part := "".join(delta.text for delta in of_child)) and 0 < len(part) < len(text)
         assert sum(len(delta.logprobs) for delta in of_child) == 30 - begin
         assert of_child[-1].cumulative_logprob == pytest.approx(deltas["stream"][-1].cumulative_logprob, abs=1e-3)
+    whole(one)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_child_of_deltas_that_begins_again_has_all_log_probabilities_of_its_prompt(one, flat):
+    """The parent has given its own, and has them no more."""
+    one.begin(0, ["greedy"])
+    one.engine.abort_request(["greedy"])
+    run(one.engine)
+    params = SamplingParams(
+        temperature=0, max_tokens=8, ignore_eos=True, output_kind=RequestOutputKind.DELTA, prompt_logprobs=1,
+        flat_logprobs=flat,
+    )  # fmt: skip
+    one.engine.add_request("stream", "The capital of France is", params)
+    first: dict = {}
+    made = None
+    while one.engine.has_unfinished_requests():
+        for output in one.engine.step():
+            first.setdefault(output.request_id, output.prompt_logprobs)
+        if made is None and "stream" in first:
+            settled(one)
+            made = one.llm.torpor.fork("stream", 1, at=0)
+    of_parent, of_child = first["stream"], first[made.children[0]]
+    assert type(of_child) is type(of_parent) is (FlatLogprobs if flat else list)
+    assert len(of_parent) > 4 and not of_parent[0]
+    assert alike(positions_to_value(of_child), positions_to_value(of_parent))
     whole(one)
 
 

@@ -81,14 +81,21 @@ def test_a_sleep_beside_a_step_of_another_thread_says_try_again(one, field):
 
 def test_what_this_engine_would_compute_otherwise_is_not_gone_on_with():
     model = SimpleNamespace(enable_prompt_embeds=False, enable_trace_replay=False)
-    params = SamplingParams(max_tokens=3)
-    plain = SimpleNamespace(prompt_embeds=None, sampling_params=params)
-    assert not_taken(plain, model) is None
-    assert "enable_prompt_embeds" in not_taken(SimpleNamespace(prompt_embeds=[0], sampling_params=params), model)
-    traced = SimpleNamespace(
-        prompt_embeds=None, sampling_params=SamplingParams(max_tokens=3, trace_decode_token_ids=[1])
-    )
-    assert "enable_trace_replay" in not_taken(traced, model)
+    engine = SimpleNamespace(model_config=model, reasoning_config=None)
+
+    def request(prompt_embeds=None, **params) -> SimpleNamespace:
+        return SimpleNamespace(prompt_embeds=prompt_embeds, sampling_params=SamplingParams(max_tokens=3, **params))
+
+    assert not_taken(request(), engine) is None
+    assert not_taken(SimpleNamespace(prompt_embeds=None, sampling_params=None), engine) is None  # a pooling request
+    assert "enable_prompt_embeds" in not_taken(request([0]), engine)
+    assert "enable_trace_replay" in not_taken(request(trace_decode_token_ids=[1]), engine)
+    thinks = request(thinking_token_budget=4)
+    for reasoning in (None, SimpleNamespace(enabled=False)):
+        engine.reasoning_config = reasoning
+        assert "start it with reasoning_parser or reasoning_config" in not_taken(thinks, engine)
+    engine.reasoning_config = SimpleNamespace(enabled=True)
+    assert not_taken(thinks, engine) is None
 
 
 def test_it_sleeps_without_preserving_them(one):

@@ -7,13 +7,13 @@ import time
 import pytest
 from requests_of_tests import REQUESTS, SHARED, answer, final, run
 from vllm import SamplingParams
-from vllm.config import MultiModalConfig, SpeculativeConfig
+from vllm.config import MultiModalConfig, ReasoningConfig, SpeculativeConfig, StructuredOutputsConfig
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import llm_engine
 from vllm.v1.metrics.stats import IterationStats
 
 from torpor.errors import Incompatible, WrongState
-from torpor.vllm import fingerprint, outputs
+from torpor.vllm import fingerprint, outputs, runner_v1
 from torpor.vllm.values import sampling_to_value
 
 NAMES = ("greedy", "seeded", "two")
@@ -221,6 +221,81 @@ def test_how_drafts_are_accepted_is_part_of_the_fingerprint(setting, named):
 
     assert fingerprint_of() == "ngram, 2, greedy, 1 to 3"  # as of older checkpoints
     assert named in fingerprint_of(**setting)
+
+
+def with_tokens(start: int = 5) -> ReasoningConfig:
+    """As vLLM makes it of a tokenizer."""
+    config = ReasoningConfig()
+    config._reasoning_start_token_ids, config._natural_reasoning_end_token_ids = [start], [7]
+    config._reasoning_end_token_ids, config._enabled = [6, 7], True
+    return config
+
+
+@pytest.mark.parametrize(
+    ("structured", "reasoning", "named"),
+    [
+        ({"reasoning_parser": "deepseek_r1"}, None, {"reasoning_parser": "deepseek_r1"}),
+        ({"enable_in_reasoning": True}, None, {"structured_outputs": "enable_in_reasoning"}),
+        (
+            {"backend": "guidance", "disable_any_whitespace": True, "disable_additional_properties": True},
+            None,
+            {"structured_outputs": "disable_any_whitespace, disable_additional_properties"},
+        ),
+        ({}, with_tokens(), {"reasoning_tokens": "begins with [5], ends with [7], is ended with [6, 7]"}),
+        ({}, with_tokens(4), {"reasoning_tokens": "begins with [4], ends with [7], is ended with [6, 7]"}),
+    ],
+)
+def test_where_a_grammar_and_a_thinking_budget_begin_is_part_of_the_fingerprint(
+    one, monkeypatch, structured, reasoning, named
+):
+    def fields() -> dict:
+        return one.core.torpor_call("fingerprint", {})["result"]
+
+    by_default = fields()  # as of older checkpoints
+    assert by_default.keys().isdisjoint(("reasoning_parser", "structured_outputs", "reasoning_tokens"))
+    config = one.core.vllm_config
+    monkeypatch.setattr(config, "reasoning_config", ReasoningConfig())  # of which vLLM found no tokens
+    assert fields() == by_default
+    monkeypatch.setattr(config, "structured_outputs_config", StructuredOutputsConfig(**structured))
+    monkeypatch.setattr(config, "reasoning_config", reasoning)
+    assert fields() == by_default | named
+
+
+def test_an_engine_with_another_reasoning_parser_restores_no_request(one, monkeypatch):
+    one.begin(3, ["greedy"])
+    path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+    one.llm.wake_up()
+    run(one.engine)
+    one.llm.reset_prefix_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(one.core.vllm_config.structured_outputs_config, "reasoning_parser", "qwen3")
+        with pytest.raises(Incompatible, match="reasoning_parser: checkpoint has nothing, this engine has qwen3"):
+            one.llm.wake_up(from_checkpoint=path)
+    assert one.llm.wake_up(from_checkpoint=path).requests == 1
+    run(one.engine)
+
+
+def test_a_request_with_a_thinking_budget_fails_alone_in_an_engine_without_reasoning(one, monkeypatch):
+    """As of a checkpoint that an older torpor wrote: its fingerprint does not tell."""
+    expected = one.expected["greedy"]
+    answers = one.begin(0, ["greedy"])
+    params = greedy(30)
+    params.thinking_token_budget = 9
+    with monkeypatch.context() as patch:  # vLLM takes none without
+        patch.setattr(one.engine.input_processor.vllm_config, "reasoning_config", with_tokens())
+        one.engine.add_request("thinks", PROMPTS[0], params)
+    answers |= run(one.engine, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner_v1, "_thinking_to_value", lambda runner, request_id: {"in_think": True})
+        path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
+    answers |= one.stopped()
+    one.llm.wake_up()
+    run(one.engine)
+    one.llm.reset_prefix_cache()
+    [failed] = one.llm.wake_up(from_checkpoint=path).failed_requests
+    assert "it has a thinking budget, and this engine has no reasoning_config" in failed["error"]
+    found = one.finish(answers)
+    assert found.pop("thinks")[1][0][3] == "error" and found == {"greedy": expected}
 
 
 def test_how_images_become_inputs_is_part_of_keys_and_fingerprint(one, monkeypatch, tmp_path):

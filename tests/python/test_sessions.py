@@ -387,6 +387,53 @@ def test_a_prompt_that_comes_in_pieces_keeps_its_history_if_its_kv_is_dropped(on
     assert answers_to_pieces(one, drop) == expected
 
 
+@pytest.mark.parametrize("how", ["host", "disk", "preempted"])
+def test_what_a_request_counts_as_cached_is_what_was_when_its_prompt_began(one, monkeypatch, how):
+    """Not the KV that it had computed itself, and brings along."""
+    taken: list = []
+    stock = Request.take_prefill_stats
+
+    def take_prefill_stats(request):
+        if (counted := stock(request)) is not None:
+            taken.append(counted)
+        return counted
+
+    monkeypatch.setattr(Request, "take_prefill_stats", take_prefill_stats)
+    shared = [(7 * i) % 250 + 10 for i in range(100)]
+
+    def counted(leaves: bool) -> tuple[dict, set]:
+        one.begin(0, ["greedy"])
+        one.engine.abort_request(["greedy"])
+        run(one.engine)
+        one.llm.generate({"prompt_token_ids": shared}, SamplingParams(max_tokens=1), use_tqdm=False)
+        taken.clear()
+        prompt = {"prompt_token_ids": [*shared, *((11 * i) % 250 + 10 for i in range(600))]}
+        one.engine.add_request("half", prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        one.engine.step()
+        if how == "preempted":
+            one.core.reset_prefix_cache(reset_running_requests=True)
+        else:
+            assert 100 < _request(one, "half").num_computed_tokens < 700
+        if leaves:
+            left = one.llm.torpor.hibernate("half", to="disk" if how == "disk" else "host")
+            if how == "disk":  # this engine ends, and another one takes the image
+                one.core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+                one.engine.abort_request(["half"])
+                assert not one.engine.has_unfinished_requests()
+            one.llm.torpor.resume(left.path or left.id)
+        seen = set()
+        while one.engine.has_unfinished_requests():
+            seen |= {output.num_cached_tokens for output in one.engine.step()}
+        [of_half] = taken
+        idle(one)
+        return vars(of_half), seen
+
+    plain, seen = counted(leaves=False)
+    assert plain["num_local_cached_tokens"] > 0 and seen == {plain["num_cached_tokens"]}
+    assert counted(leaves=True) == (plain, seen)
+    assert not one.core.scheduler.connector.admissions._counted
+
+
 def test_what_no_values_can_hold_is_refused_by_name_and_runs_on(one, monkeypatch):
     expected = one.expected
     answers = one.begin(3, ["greedy"])

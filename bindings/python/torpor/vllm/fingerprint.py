@@ -151,7 +151,7 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
         fields["pipeline_stages"] = _core.digest("|".join(w["layers"] for w in workers).encode())
     if model.use_fp64_gumbel:
         fields["noise"] = "fp64"
-    fields |= _of_encoder_inputs(model)
+    fields |= _of_encoder_inputs(model) | _of_structured_outputs(vllm_config)
     if model.logprobs_mode != "raw_logprobs":
         fields["logprobs_mode"] = model.logprobs_mode
     if model.runner_type != "generate":
@@ -167,6 +167,26 @@ def fingerprint(vllm_config, scheduler, workers: list[dict]) -> dict[str, str]:
         for name in sorted({name for w in workers for name in w[of_workers]}):
             fields[name] = ",".join(sorted({w[of_workers].get(name, "nothing") for w in workers}))
     return {name: str(value) for name, value in fields.items()}
+
+
+def _of_structured_outputs(vllm_config) -> dict[str, str]:
+    """Return what decides where reasoning ends, from where on a grammar holds, and which tokens it takes. Only what is
+    not vLLM's default: checkpoints of engines with the defaults have none of these."""
+    structured, reasoning = vllm_config.structured_outputs_config, vllm_config.reasoning_config
+    fields: dict[str, str] = {}
+    if structured.reasoning_parser:
+        fields["reasoning_parser"] = structured.reasoning_parser
+    switches = ("enable_in_reasoning", "disable_any_whitespace", "disable_additional_properties")
+    if switched_on := [name for name in switches if getattr(structured, name)]:
+        fields["structured_outputs"] = ", ".join(switched_on)
+    if reasoning is not None and reasoning.enabled:  # else no request has a thinking budget
+        begin, end, forced = (
+            reasoning.reasoning_start_token_ids,
+            reasoning.natural_reasoning_end_token_ids,
+            reasoning.reasoning_end_token_ids,
+        )
+        fields["reasoning_tokens"] = f"begins with {begin}, ends with {end}, is ended with {forced}"
+    return fields
 
 
 def _of_groups(scheduler, cache) -> dict:

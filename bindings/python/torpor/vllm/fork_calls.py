@@ -185,7 +185,7 @@ def _cut(parent: RequestState, tokens: list[int]) -> dict:
     if count == 0:
         value |= {"is_prefilling": True, "num_cached_tokens": 0, "num_cache_creation_tokens": 0, "stats": None}
         value["status"] = "waiting"
-        value["prompt_logprobs"] = _first(value["prompt_logprobs"], 1)  # they are computed again
+        del value["prompt_logprobs"]  # they are computed again, as those of a new request
     if count < parent.detokenizer.num_output_tokens():
         value["text"] = None
         value["weight_versions"] = [span for span in value["weight_versions"] if span[1] < count]
@@ -201,7 +201,7 @@ def _cut(parent: RequestState, tokens: list[int]) -> dict:
 def _first(positions, count: int):
     """Return the first positions of what values.positions_to_value() gave."""
     if not isinstance(positions, dict):
-        return positions and positions[:count]
+        return positions[:count]
     end = positions["end_indices"][count - 1] if count else 0
     of_position = ("start_indices", "end_indices")
     return {name: items[: count if name in of_position else end] for name, items in positions.items()}

@@ -494,7 +494,7 @@ class VllmHooks:
                 request = values.request_from_value(item, self.core.request_block_hasher)
                 if request.lora_request is not None and (why := unusable.get(request.lora_request.lora_int_id)):
                     raise Incompatible(why, "give it the adapter that it began with")
-                if (why := values.not_taken(request, self.core.vllm_config.model_config)) is not None:
+                if (why := values.not_taken(request, self.core.vllm_config)) is not None:
                     raise Incompatible(f"request {request.request_id}: {why}")
                 if request.request_id in given:
                     request.spec_token_ids = []

@@ -306,7 +306,8 @@ def _state_from_value(processor: OutputProcessor, item: dict, parents: dict[str,
     _replay(state, item)
     logprobs = state.logprobs_processor
     logprobs.logprobs = positions_from_value(item["logprobs"])
-    logprobs.prompt_logprobs = positions_from_value(item["prompt_logprobs"])
+    if "prompt_logprobs" in item:  # not in that of a fork that begins again
+        logprobs.prompt_logprobs = positions_from_value(item["prompt_logprobs"])
     logprobs.cumulative_logprob = item["cumulative_logprob"]
     if (scores := item.get("prompt_scores")) is not None:
         logprobs.prompt_token_id_logprobs = tensor_from_value(scores).numpy()

@@ -10,6 +10,7 @@ needs of vLLM is the part "portable" of the manifest. A request takes this way:
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections.abc import Callable
@@ -157,6 +158,8 @@ class Admissions:
         self.kv_epoch: Callable[[], int] = int  # changes when KV from before is not to be used any more
         # Of each request that has no blocks yet: its tokens with KV, the runners' part of it, and kv_epoch.
         self._admitted: dict[str, tuple[int, dict | None, int]] = {}
+        # Of each request that had begun its prompt when it left: vLLM's count of what was cached of it then.
+        self._counted: dict[str, Any] = {}
         self._loading: set[str] = set()
         self._ending: set[str] = set()  # ended, and the runners have not heard of it
 
@@ -181,6 +184,8 @@ class Admissions:
             request.skip_reading_prefix_cache = False  # of prompt_logprobs, which it has had: it would skip its KV
         else:
             request.num_preemptions = 0  # with any, vLLM would resume one that the model runner never began
+            if (counted := request.prefill_stats) is not None and any(vars(counted).values()):
+                self._counted[request.request_id] = copy.copy(counted)
 
     def expect_again(self, request: Request, computed: int) -> None:
         """Bring the KV of the first `computed` tokens of a request that vLLM has preempted. The runners know it."""
@@ -192,6 +197,7 @@ class Admissions:
     def withdraw(self, request_id: str) -> None:
         """Do not expect a request that was not added after all."""
         self._admitted.pop(request_id, None)
+        self._counted.pop(request_id, None)
 
     def brings(self, request_id: str) -> bool:
         """Return whether this request is admitted with KV, and has no blocks yet."""
@@ -220,6 +226,8 @@ class Admissions:
 
     def allocated(self, request: Request, blocks, external: int) -> None:
         """Its blocks are there. vLLM calls this again when the request is scheduled."""
+        if (counted := self._counted.get(request.request_id)) is not None and request.prefill_stats is not None:
+            request.prefill_stats = copy.copy(counted)  # vLLM has just counted the KV that comes back
         found = self._admitted.pop(request.request_id, None)
         if found is None or self.images is None:
             return
@@ -247,6 +255,7 @@ class Admissions:
 
     def finished(self, request_id: str) -> None:
         self._ending.add(request_id)
+        self._counted.pop(request_id, None)
         if self._admitted.pop(request_id, None) is not None or request_id in self._loading:
             self._loading.discard(request_id)
             self._release(request_id)

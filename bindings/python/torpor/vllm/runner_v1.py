@@ -220,12 +220,14 @@ def _thinking_to_value(runner, request_id: str) -> dict | None:
 
 def _restore_thinking(runner, requests: list[dict]) -> None:
     """Counted anew from its tokens, it would differ where the thinking began in the answer."""
-    rows = runner.input_batch.req_id_to_index
+    holder, rows = runner.input_batch.thinking_budget_state_holder, runner.input_batch.req_id_to_index
+    if holder is None:  # a request with a budget does not go on here: scheduler_values.not_taken()
+        return
     counted = {item["id"]: item["thinking"] for item in requests if item.get("thinking") and item["id"] in rows}
     if not counted:
         return
     runner.input_batch.refresh_metadata()  # makes the states
-    states = runner.input_batch.thinking_budget_state_holder._state
+    states = holder._state
     for request_id, thinking in counted.items():
         states[rows[request_id]].update(thinking)
 

@@ -260,13 +260,20 @@ def _pooling_to_value(request: Request, bound: str) -> dict:
     }
 
 
-def not_taken(request: Request, model_config) -> str | None:
+def not_taken(request: Request, vllm_config) -> str | None:
     """Why an engine with this configuration would compute something else for it."""
-    if request.prompt_embeds is not None and not model_config.enable_prompt_embeds:
+    model, reasoning = vllm_config.model_config, vllm_config.reasoning_config
+    if request.prompt_embeds is not None and not model.enable_prompt_embeds:
         return "its prompt has embeddings, and this engine takes none: start it with enable_prompt_embeds"
     params = request.sampling_params
-    if getattr(params, "trace_decode_token_ids", None) and not model_config.enable_trace_replay:
+    if getattr(params, "trace_decode_token_ids", None) and not model.enable_trace_replay:
         return "it follows given tokens, and this engine does not: start it with enable_trace_replay"
+    has_budget = getattr(params, "thinking_token_budget", None) is not None
+    if has_budget and (reasoning is None or not reasoning.enabled):
+        return (
+            "it has a thinking budget, and this engine has no reasoning_config: start it with reasoning_parser or "
+            "reasoning_config"
+        )
     return None
 
 

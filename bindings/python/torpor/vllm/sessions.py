@@ -453,7 +453,7 @@ class Sessions:
         request = values.moved_request(item | {"engine": engine}, self._core.request_block_hasher)
         if seed is not None:
             request.sampling_params.seed = seed  # model runner V2 goes on with the one that it drew
-        if (why := values.not_taken(request, self._core.vllm_config.model_config)) is not None:
+        if (why := values.not_taken(request, self._core.vllm_config)) is not None:
             raise Incompatible(f"request {request.request_id}: {why}")
         return request
 

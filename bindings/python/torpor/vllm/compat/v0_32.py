@@ -918,7 +918,20 @@ ENGINE = (
                 fields="""
                     additional_config model_config cache_config parallel_config scheduler_config
                     compilation_config lora_config speculative_config kv_transfer_config
-                    ec_transfer_config kv_events_config observability_config
+                    ec_transfer_config kv_events_config observability_config structured_outputs_config
+                    reasoning_config
+                """,
+            ),
+            Class(
+                "StructuredOutputsConfig",
+                fields="""
+                    reasoning_parser enable_in_reasoning disable_any_whitespace disable_additional_properties
+                """,
+            ),
+            Class(
+                "ReasoningConfig",
+                properties="""
+                    enabled reasoning_start_token_ids reasoning_end_token_ids natural_reasoning_end_token_ids
                 """,
             ),
             Class("ObservabilityConfig", fields="otlp_traces_endpoint"),
