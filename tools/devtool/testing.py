@@ -57,8 +57,8 @@ BUT_SESSIONS = ["tests/python", *(f"--ignore={path}" for path in (*SESSIONS, *FE
 BUT_SERVERS = [*BUT_SESSIONS, *(f"--ignore={path}" for path in SERVERS)]
 # Files of tests/python with tests that are marked as the core, for every known vLLM; test_gpu_path.py has some too.
 CORE = (
-    "server_gate", "records", "identity", "new_process", "features", "server", "golden_contracts", "refusals", "other_connectors", "sessions",
-    "sessions_disk", "sessions_beside", "preemptions", "forks", "offloading_tier",
+    "server_gate", "records", "identity", "new_process", "features", "server", "golden_contracts", "refusals",
+    "other_connectors", "sessions", "sessions_disk", "sessions_beside", "preemptions", "forks", "offloading_tier",
 )  # fmt: skip
 
 
