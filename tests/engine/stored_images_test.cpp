@@ -3,6 +3,7 @@
 #include <array>
 #include <fstream>
 
+#include <fmt/core.h>
 #include <boost/filesystem.hpp>
 
 #include "base/watched_file_system.h"
