@@ -54,7 +54,7 @@ def queries(runner):
 
 
 def restart_pooling(runner) -> None:
-    """Forget the hidden states of chunks of prompts. vLLM keeps them over a preemption, and adds those of all chunks."""
+    """Forget the hidden states of chunks of prompts. vLLM keeps them over a preemption and adds those of all chunks."""
     for state in runner.requests.values():
         if state.pooling_states is not None:
             state.pooling_states.clean()
