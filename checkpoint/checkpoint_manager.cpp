@@ -52,6 +52,19 @@ struct CheckpointManager::Impl {
     TORPOR_ASSIGN_OR_RETURN(opened.lock, opened.store->lock(kLockFile));
     return opened;
   }
+  // `dry_run`: refused where the removal would be, and nothing is written; a directory may be one that only reads.
+  Result<Opened> for_removing(bool dry_run) const {
+    if (!dry_run) return locked(false);
+    TORPOR_ASSIGN_OR_RETURN(Opened opened, for_reading());
+    if (!opened.store->open_file(kLockFile)) return opened;
+    Result<std::unique_ptr<File>> lock = opened.store->lock(kLockFile);
+    if (lock) {
+      opened.lock = *std::move(lock);
+    } else if (lock.error().code == Code::kUnavailable) {
+      return lock.error();
+    }
+    return opened;
+  }
   Result<std::vector<std::string>> retire(Directory& store, bool dry_run,
                                           const std::optional<Digest>& owner = std::nullopt) const {
     return torpor::retire(store, options.key.get(), options.retention, options.clock->unix_seconds(), dry_run, owner);
@@ -92,7 +105,7 @@ RankWriting CheckpointManager::next_writing() const {
 
 Status CheckpointManager::remove(uint64_t generation, bool dry_run) {
   return try_catch([&]() -> Status {
-    TORPOR_ASSIGN_OR_RETURN(const Impl::Opened opened, dry_run ? impl_->for_reading() : impl_->locked(false));
+    TORPOR_ASSIGN_OR_RETURN(const Impl::Opened opened, impl_->for_removing(dry_run));
     TORPOR_ASSIGN_OR_RETURN(const std::vector<CheckpointInfo> infos,
                             infos_in(*opened.store, impl_->options.key.get(), Trust::kAnySeal));
     const auto found = std::find_if(infos.begin(), infos.end(), [&](const CheckpointInfo& info) {
@@ -102,7 +115,7 @@ Status CheckpointManager::remove(uint64_t generation, bool dry_run) {
       return Error{.code = Code::kNotFound,
                    .what = fmt::format("there is no {} in {}", generation_name(generation), impl_->directory),
                    .next_step = "see torpor ls"};
-    return dry_run ? ok() : remove_generation(*opened.store, generation);
+    return dry_run ? check_not_slept_on(*opened.store, generation) : remove_generation(*opened.store, generation);
   });
 }
 
@@ -133,7 +146,7 @@ Status CheckpointManager::woken_from(uint64_t generation) {
 
 Result<std::vector<std::string>> CheckpointManager::collect(bool dry_run) {
   return try_catch([&]() -> Result<std::vector<std::string>> {
-    TORPOR_ASSIGN_OR_RETURN(const Impl::Opened opened, dry_run ? impl_->for_reading() : impl_->locked(false));
+    TORPOR_ASSIGN_OR_RETURN(const Impl::Opened opened, impl_->for_removing(dry_run));
     TORPOR_ASSIGN_OR_RETURN(std::vector<std::string> gone, leftovers_in(*opened.store));
     if (!dry_run) TORPOR_RETURN_IF_ERROR(remove_leftovers(*opened.store));
     TORPOR_ASSIGN_OR_RETURN(const std::vector<std::string> retired, impl_->retire(*opened.store, dry_run));

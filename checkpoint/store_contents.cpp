@@ -58,12 +58,15 @@ bool is_slept_on(const Directory& store, uint64_t generation) {
   return !lock && lock.error().code == Code::kUnavailable;
 }
 
+Status check_not_slept_on(const Directory& store, uint64_t generation) {
+  if (!is_slept_on(store, generation)) return ok();
+  return Error{.code = Code::kUnavailable,
+               .what = fmt::format("an engine sleeps on {}/{}", store.path(), generation_name(generation)),
+               .next_step = "wake it, or end its process"};
+}
+
 Status remove_generation(Directory& store, uint64_t generation) {
-  if (is_slept_on(store, generation)) {
-    return Error{.code = Code::kUnavailable,
-                 .what = fmt::format("an engine sleeps on {}/{}", store.path(), generation_name(generation)),
-                 .next_step = "wake it, or end its process"};
-  }
+  TORPOR_RETURN_IF_ERROR(check_not_slept_on(store, generation));
   TORPOR_ASSIGN_OR_RETURN(const std::string doomed, hide_generation(store, generation));
   return store.remove_tree(doomed);
 }

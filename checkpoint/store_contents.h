@@ -18,6 +18,7 @@ enum class Trust : uint8_t { kThisKey, kAnySeal };
 Result<std::vector<CheckpointInfo>> infos_in(const Directory& store, const Key* key, Trust trust);  // oldest first
 // Return whether an engine sleeps on this checkpoint (PendingCheckpoint::hold_asleep()).
 bool is_slept_on(const Directory& store, uint64_t generation);
+Status check_not_slept_on(const Directory& store, uint64_t generation);  // else kUnavailable
 // Remove a checkpoint. It is renamed first, durably, so that a half-removed checkpoint never counts as one.
 // kUnavailable: an engine sleeps on it.
 Status remove_generation(Directory& store, uint64_t generation);

@@ -43,10 +43,13 @@ class Engine:
     def __init__(self, model: Path, directory: Path, transfer: dict):
         self.one = InProcess(model, directory, kv_transfer_config=transfer, requests=REQUESTS)
         self.llm, self.core, self.scheduler = self.one.llm, self.one.core, self.one.core.scheduler
+        self.send_prompt()
+        self.expected = self.one.finish(self.one.begin())
+        self.end_transfers()
+
+    def send_prompt(self) -> None:
         self.one.engine.add_request("first", {"prompt_token_ids": PROMPT}, params(2))
         run(self.one.engine)
-        self.end_transfers()
-        self.expected = self.one.finish(self.one.begin())
         self.end_transfers()
 
     def end_transfers(self) -> None:
@@ -58,6 +61,8 @@ class Engine:
     def begin(self, held: bool) -> dict:
         """Answers so far. A load and a send are under way, and one request runs."""
         self.end_transfers()
+        if tuple(PROMPT[:128]) not in LEDGER.store:  # the connector was reset
+            self.send_prompt()
         kept = {tokens: kv for tokens, kv in LEDGER.store.items() if tokens == tuple(PROMPT[:128])}
         LEDGER.store.clear()  # nothing of what the last scenario sent is loaded
         LEDGER.store.update(kept)
@@ -251,6 +256,23 @@ class Engine:
             self.llm.sleep(level=1, preserve_state=True)
             self.llm.wake_up()
         return {"stored": stored, "cached": cached}
+
+    def forgets_kv_of_old_weights(self) -> dict:
+        """However new weights come: in a block of their own, or while the engine is paused, with a store under way."""
+        self.end_transfers()
+        left = {}
+        with self.llm.updating_weights():
+            self.llm.collective_rpc("reload_weights")
+        left["updating_weights"] = len(LEDGER.store)
+        for kv in ("keep", "recompute", "abort"):
+            answers = self.begin(held=False)
+            self.llm.sleep(level=0)
+            self.llm.collective_rpc("reload_weights")
+            self.llm.wake_up(kv=kv)
+            left[kv] = len(LEDGER.store)
+            answers = self.one.begin() if kv == "abort" else answers
+            left[f"{kv}, same"] = self.is_as_expected(answers)
+        return left
 
     def is_reset_asleep(self) -> dict:
         """A request is aborted in the sleep, of which the connector hears in the next step."""

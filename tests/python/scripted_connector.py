@@ -99,6 +99,13 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
             self._new.loads.append(Transfer(request.request_id, tokens, own, skipped))
             LEDGER.open.add(f"load {request.request_id}")
 
+    def reset_cache(self) -> bool:
+        """As vLLM's own: it cannot forget what is under way."""
+        if LEDGER.open:
+            return False
+        LEDGER.store.clear()
+        return True
+
     def build_connector_meta(self, scheduler_output) -> Meta:
         meta, self._new = self._new, Meta([], [])
         return meta

@@ -56,6 +56,22 @@ def test_a_call_of_the_workers_that_times_out_makes_no_other_call(core):
     assert len(core.model_executor.calls) == 1 and weight_updates.take_weights_maybe_written(core)
 
 
+def test_kv_for_an_engine_that_is_only_paused_is_refused(core):
+    from vllm.v1.core.sched.interface import PauseState
+
+    asked = []
+    side = engine_core.EngineSide.__new__(engine_core.EngineSide)
+    side.updates = SimpleNamespace(check_wake=lambda options: None)
+    side.controller = SimpleNamespace(is_sleeping=lambda: False, wake_up=lambda options: asked.append(options))
+    side.hooks = VllmHooks.__new__(VllmHooks)
+    side.hooks.scheduler = SimpleNamespace(pause_state=PauseState.PAUSED_ALL, requests={"a": 1})
+    for kv in ("keep", "recompute", "abort"):
+        with pytest.raises(errors.WrongState, match=f"paused, and does not sleep: kv='{kv}'") as refused:
+            side.wake_up({"kv": kv})
+        assert "sleep(level=0)" in refused.value.next_step and not refused.value.state_changed
+    assert asked == []
+
+
 class Channel:
     """Between processes, as far as it can be seen in one. Who reads what is not there has no time."""
 

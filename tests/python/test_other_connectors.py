@@ -202,6 +202,16 @@ def test_torpors_connector_works_inside_multi_connector(beside_torpors):
 @pytest.mark.slow
 @pytest.mark.core
 @pytest.mark.gpu_path
+@pytest.mark.parametrize("transfer", [SCRIPTED | {"kv_connector": "Inherits"}, both(SCRIPTED, TORPORS)])
+def test_no_kv_of_old_weights_is_found_in_it(zygote, tiny_model, tmp_path, transfer):
+    of = played(zygote, tiny_model, tmp_path, transfer, "forgets_kv_of_old_weights")["forgets_kv_of_old_weights"]
+    same = {f"{kv}, same": True for kv in ("keep", "recompute", "abort")}
+    assert of == {"updating_weights": 0, "keep": 0, "recompute": 0, "abort": 0} | same
+
+
+@pytest.mark.slow
+@pytest.mark.core
+@pytest.mark.gpu_path
 @since_0_33
 def test_a_reset_in_a_sleep_takes_no_step(beside_torpors):
     of = beside_torpors["is_reset_asleep"]

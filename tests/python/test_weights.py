@@ -199,6 +199,24 @@ def test_after_a_failed_update_a_wake_of_both_named_tags_is_refused_as_one_of_al
     assert one.llm.wake_up()
 
 
+def test_after_a_failed_update_and_a_wake_of_the_kv_cache_alone_the_error_names_a_way_out(one, weights, tiny_model):
+    with pytest.raises(_Failed), one.llm.updating_weights():
+        raise _Failed
+    one.llm.sleep(preserve_state=True)
+    assert not one.llm.wake_up(tags=["kv_cache"])
+    with pytest.raises(errors.WrongState, match="has failed") as refused:
+        one.llm.wake_up(tags=["weights"])
+    assert refused.value.next_step == (
+        'call sleep(tags=["kv_cache"], preserve_state=True), then wake_up(tags=["weights"]), '
+        "and load them in updating_weights()"
+    )
+    one.llm.sleep(tags=["kv_cache"], preserve_state=True)
+    assert not one.llm.wake_up(tags=["weights"])
+    with one.llm.updating_weights():
+        weights(tiny_model)
+    assert one.llm.wake_up()
+
+
 def _updates_of(state: dict) -> tuple[Updates, SimpleNamespace]:
     """Return the updates of an engine in this state, without requests; and its scheduler."""
     scheduler = SimpleNamespace(requests={})

@@ -23,7 +23,8 @@ def test_a_sitecustomize_on_its_path_is_imported(zygote, tmp_path):
 
 
 def test_orphans_are_waited_for_and_what_has_just_ended_is_left_to_its_test(zygote):
-    done = zygote.run(["-c", "import subprocess; print(subprocess.Popen(['sleep', '0']).pid)"])
+    # Not of subprocess, which would take the end of one that has ended already.
+    done = zygote.run(["-c", "import os; print(os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '0'))"])
     orphan = psutil.Process(int(done.stdout))
     os.waitid(os.P_PID, orphan.pid, os.WEXITED | os.WNOWAIT)
     wait_for_orphans()

@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 #include <fmt/ranges.h>
 
+#include "checkpoint/image_section.h"
 #include "checkpoint/image_store.h"
 #include "checkpoint/repair.h"
 #include "checkpoint/store_names.h"
@@ -18,8 +19,13 @@ Result<Json> repair(const Context& context) {
   const Arguments& arguments = context.arguments;
   TORPOR_ASSIGN_OR_RETURN(const Checkpoint checkpoint,
                           open_checkpoint(context.file_system, arguments.path, context.key));
-  TORPOR_ASSIGN_OR_RETURN(const Verification found,
-                          verify(checkpoint, {.threads = arguments.threads, .progress = context.progress}));
+  if (is_image(checkpoint.manifest())) {
+    return Error{.code = Code::kUnsupported,
+                 .what = fmt::format("{} is an image of hibernated requests", checkpoint.path()),
+                 .next_step = "if it is damaged, remove its directory and send its requests again"};
+  }
+  const VerifyOptions options{.threads = arguments.threads, .progress = context.progress};
+  TORPOR_ASSIGN_OR_RETURN(const Verification found, verify(checkpoint, options));
   TORPOR_ASSIGN_OR_RETURN(const RepairPlan plan, plan_repair(checkpoint, found));
   Json dropped = Json::array();
   for (const DroppedRequest& request : plan.dropped_requests)
@@ -30,7 +36,8 @@ Result<Json> repair(const Context& context) {
                {"dropped_requests", std::move(dropped)},
                {"dropped_blocks", plan.dropped_blocks},
                {"dropped_tags", plan.dropped_tags},
-               {"repaired", nullptr}};
+               {"repaired", nullptr},
+               {"problems_left", Json::array()}};
   if (found.problems.empty() || arguments.dry_run) return json;
   const std::string target = arguments.second.empty() ? parent_of(checkpoint.path()) : arguments.second;
   TORPOR_ASSIGN_OR_RETURN(const auto manager, CheckpointManager::open(context.file_system, target,
@@ -38,7 +45,11 @@ Result<Json> repair(const Context& context) {
                                                                        .encrypt = checkpoint.manifest().protection ==
                                                                                   Protection::kEncrypted,
                                                                        .progress = context.progress}));
-  TORPOR_ASSIGN_OR_RETURN(json["repaired"], write_repaired(checkpoint, plan, *manager));
+  TORPOR_ASSIGN_OR_RETURN(const std::string repaired, write_repaired(checkpoint, plan, *manager));
+  json["repaired"] = repaired;
+  TORPOR_ASSIGN_OR_RETURN(const Checkpoint written, open_checkpoint(context.file_system, repaired, context.key));
+  TORPOR_ASSIGN_OR_RETURN(const Verification left, verify(written, options));
+  for (const Error& problem : left.problems) json["problems_left"].push_back(to_json(problem));
   return json;
 }
 
@@ -51,7 +62,13 @@ std::string show_repair(const Json& json) {
   for (const Json& tag : json["dropped_tags"])
     text += fmt::format("  saved memory of {} dropped: a new engine has its own\n", cell(tag));
   if (json["repaired"].is_null()) return text + "nothing was written (--dry-run)\n";
-  return text + fmt::format("written: {}\n", cell(json["repaired"]));
+  text += fmt::format("written: {}\n", cell(json["repaired"]));
+  if (json["problems_left"].empty()) return text;
+  text +=
+      fmt::format("{}, which a repair cannot mend:\n", bad(fmt::format("{} problems", json["problems_left"].size())));
+  for (const Json& problem : json["problems_left"])
+    text += fmt::format("  {}: {}\n", cell(problem["code"]), cell(problem["what"]));
+  return text;
 }
 
 CheckpointManagerOptions manager_options(const Context& context) {
@@ -119,7 +136,9 @@ Verb repair_verb() {
   return {
       .name = "repair",
       .help = "writes a new checkpoint with the requests that are whole, and says which are not; the damaged one stays",
-      .json = "path, damaged, kept_requests, dropped_requests: [{id, why}], dropped_blocks, dropped_tags, repaired",
+      .json =
+          "path, damaged, kept_requests, dropped_requests: [{id, why}], dropped_blocks, dropped_tags, repaired, "
+          "problems_left: [{code, what, next_step}]",
       .declare =
           [](CLI::App& app, Arguments& a) {
             declare_path(app, a);
@@ -130,7 +149,11 @@ Verb repair_verb() {
           },
       .ask = repair,
       .show = show_repair,
-      .exit = [](const Json& json) { return json["damaged"] && json["repaired"].is_null() ? kDamaged : kFine; }};
+      .exit =
+          [](const Json& json) {
+            const bool still = json["repaired"].is_null() || !json["problems_left"].empty();
+            return json["damaged"] && still ? kDamaged : kFine;
+          }};
 }
 Verb gc_verb() {
   return {.name = "gc",

@@ -40,6 +40,7 @@ Result<Json> verify(const Context& context) {
   const bool whole = problems.empty();
   return Json{{"path", path},
               {"whole", whole},
+              {"image", checkpoint && is_image(checkpoint->manifest())},
               {"problems", std::move(problems)},
               {"checked",
                {{"bytes", found.bytes},
@@ -63,7 +64,8 @@ std::string show_verify(const Json& json) {
   text += fmt::format("{}: {}\n", cell(json["path"]), bad(fmt::format("{} problems", json["problems"].size())));
   for (const Json& problem : json["problems"])
     text += fmt::format("  {}: {}\n", cell(problem["code"]), cell(problem["what"]));
-  return text + "next: torpor repair keeps the requests that are whole\n";
+  return text + (json["image"] ? "next: remove the image's directory, and send its requests again\n"
+                               : "next: torpor repair keeps the requests that are whole\n");
 }
 
 // ---- diff
@@ -228,8 +230,8 @@ Verb verify_verb() {
   return {.name = "verify",
           .help = "reads every byte; checks digests, seals, cross-references, reference counts and prefix hashes",
           .json =
-              "path, whole, problems: [{code, what, next_step}], checked: {bytes, sections, chunks, table_entries, "
-              "references, hashes}, hashes_not_checked",
+              "path, whole, image, problems: [{code, what, next_step}], checked: {bytes, sections, chunks, "
+              "table_entries, references, hashes}, hashes_not_checked",
           .declare =
               [](CLI::App& app, Arguments& a) {
                 declare_path(app, a);

@@ -138,15 +138,20 @@ Result<Exit> one_call(const Context& context, Clients& clients) {
     }
     if (answer.contains("error")) return error_of(answer["error"]);
     if (asked["method"] == "subscribe") continue;
-    context.write(dump(answer["result"], 2) + '\n');
-    return kFine;
+    return context.write(dump(answer["result"], 2) + '\n') ? kFine : kFailed;
   }
-  return kFine;
+  if (asked["method"] == "subscribe") return kFine;
+  return Error{.code = Code::kAborted,
+               .what = fmt::format("{} had not been answered", asked["method"].get<std::string>()),
+               .next_step = "see what became of it: torpor live snapshot"};
 }
 
-// Calls from standard input, a line each, over one connection: what they stop is let go when it ends.
+// Calls from standard input, a line each, over one connection: what they stop is let go when it ends. Return the exit
+// code of the first that failed.
 Result<Exit> many_calls(const Context& context, Clients& clients) {
   TORPOR_RETURN_IF_ERROR(clients.of("hello"));  // so that it is said at once where there is none
+  Exit exit = kFine;
+  const auto note = [&exit](const Error& error) { exit = exit == kFine ? exit_for(error.code) : exit; };
   std::string typed;
   uint64_t id = 0;
   bool more = true;
@@ -171,11 +176,13 @@ Result<Exit> many_calls(const Context& context, Clients& clients) {
       const Result<Json> asked = request(id + 1, words);
       if (!asked) {
         std::cerr << "torpor: " << harmless(asked.error().to_string()) << '\n';
+        note(asked.error());
         continue;
       }
       const Result<ControlClient*> client = clients.of((*asked)["method"]);
       if (!client) {
         std::cerr << "torpor: " << harmless(client.error().to_string()) << '\n';
+        note(client.error());
         continue;
       }
       ++id;
@@ -186,12 +193,14 @@ Result<Exit> many_calls(const Context& context, Clients& clients) {
       TORPOR_ASSIGN_OR_RETURN(const std::optional<std::string> line, client->receive(wait));
       if (!line) continue;
       came = true;
-      if (Json::parse(*line, nullptr, false).contains("id")) ++answered;
-      if (!context.write(harmless_json(*line) + '\n')) return kFine;
+      const Json answer = Json::parse(*line, nullptr, false);
+      if (answer.contains("id")) ++answered;
+      if (answer.contains("error")) note(error_of(answer["error"]));
+      if (!context.write(harmless_json(*line) + '\n')) return kFailed;
     }
     wait = came ? 0ms : kPause;  // a silent connection does not hold up the lines of another one
   }
-  return kFine;
+  return exit;
 }
 
 Result<Exit> live(const Context& context) {

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <iostream>
+#include <map>
 #include <string>
 
 #include <sys/ioctl.h>
@@ -95,12 +96,17 @@ int main(int argc, char** argv) {
   for (const auto& [code, meaning] : torpor::cli::exit_codes())
     codes += fmt::format("\n  {} {}", static_cast<int>(code), meaning);
   app.footer(codes);
-  torpor::cli::Arguments arguments;
-  std::string key_file;
+  // Of each verb: the library sets options from the environment in all of them, also in those that were not called.
+  struct Given {
+    torpor::cli::Arguments arguments;
+    std::string key_file;
+  };
+  std::map<std::string, Given> given;
   std::string shell;
   bool as_json = false;
   for (const torpor::cli::Verb& verb : torpor::cli::verbs()) {
     CLI::App* command = app.add_subcommand(verb.name, verb.help);
+    auto& [arguments, key_file] = given[verb.name];
     verb.declare(*command, arguments);
     command->add_flag("--json", as_json, "print one JSON object");
     command->add_option("--key-file", key_file, "of sealed checkpoints: only what was sealed with it is read")
@@ -137,7 +143,7 @@ int main(int argc, char** argv) {
     return write_out(*script) ? torpor::cli::kFine : torpor::cli::kFailed;
   }
   for (const torpor::cli::Verb& verb : torpor::cli::verbs()) {
-    if (app.got_subcommand(verb.name)) return run(verb, arguments, key_file, as_json);
+    if (app.got_subcommand(verb.name)) return run(verb, given[verb.name].arguments, given[verb.name].key_file, as_json);
   }
   return torpor::cli::kUsage;
 }

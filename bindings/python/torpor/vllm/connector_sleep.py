@@ -88,16 +88,23 @@ def finish_transfers(core, side, deadline: float | None = None, everything: bool
 @contextmanager
 def tiers_kept(scheduler):
     """While vLLM drops the KV of the device, and its requests are computed again."""
-    side = side_of(scheduler)
-    if side is None:
+    if side_of(scheduler) is not None:
+        take_back_loaded(scheduler)
+    with resets_ignored(scheduler):
         yield
-        return
-    take_back_loaded(scheduler)
-    side.kept = True
+
+
+@contextmanager
+def resets_ignored(scheduler):
+    """While other connectors forget what they have: torpor's tiers know of which weights their blocks are."""
+    side = side_of(scheduler)
+    if side is not None:
+        side.kept = True
     try:
         yield
     finally:
-        side.kept = False
+        if side is not None:
+            side.kept = False
 
 
 def take_back_loaded(scheduler) -> None:

@@ -284,6 +284,11 @@ class EngineSide:
         kv, began = options.get("kv"), time.time()
         if self.controller.is_sleeping():
             self.hooks.other_connector.compute_remote_prompts()
+        elif kv is not None and not self.hooks.for_new_process and self.hooks.is_paused_with_requests():
+            raise WrongState(
+                f"the engine is paused, and does not sleep: kv={kv!r} would change nothing",
+                "call sleep(level=0) before you load weights; now reset_prefix_cache(reset_running_requests=True)",
+            )
         with self._executor_told():
             report = self.controller.wake_up(options) | {"began": began}
         if report["fully_awake"]:

@@ -363,6 +363,9 @@ class VllmHooks:
         """Changes whenever KV that lies outside of the engine may have become that of other weights."""
         return self.weights_epoch + getattr(self.core, "torpor_weights_epochs", 0)
 
+    def is_paused_with_requests(self) -> bool:
+        return self.scheduler.pause_state is not PauseState.UNPAUSED and bool(self.scheduler.requests)
+
     def abort_requests(self) -> None:
         """End all requests; the prefix cache stays."""
         self.abort_hibernated()
@@ -373,7 +376,7 @@ class VllmHooks:
         self.weights_epoch += 1
         watch_recomputation(self.scheduler)
         self.other_connector.restore(undoing=False)  # where the sleep could not keep the requests after all
-        self.other_connector.finish_transfers()  # of an engine that was only paused
+        self.other_connector.end_transfers()  # of an engine that was only paused
         if mode != "abort":
             connector_sleep.take_back_loaded(self.scheduler)
             self._put_pooling_back()
@@ -413,6 +416,8 @@ class VllmHooks:
             pool._maybe_evict_cached_block(pool.blocks[block_id])
 
     def retire_prefix(self) -> None:
+        with connector_sleep.resets_ignored(self.scheduler):
+            self.other_connector.forget_prefixes()
         self.weights_epoch += 1
         if (side := connector_sleep.side_of(self.scheduler)) is not None:
             side.new_weights()

@@ -22,7 +22,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from torpor import _core
-from torpor.errors import DeviceError, Error, TimedOut, Unsupported
+from torpor.errors import DeviceError, Error, TimedOut, Unsupported, WrongState
 from torpor.vllm import connector_options, connector_sleep, plugin
 from torpor.vllm.connector_options import is_ours
 
@@ -145,6 +145,17 @@ class OtherConnector:
         connector then also knows all requests that have ended."""
         if self.is_there:
             self._finish(timeout, lambda: self._under_way() + self._unheard())
+
+    def forget_prefixes(self) -> None:
+        """Have the connector forget KV of earlier weights that no request needs. Its transfers end first: one that
+        stores such KV would bring it back."""
+        if not self.is_there:
+            return
+        self.end_transfers()
+        if not self._core.scheduler.reset_connector_cache():
+            raise WrongState(
+                f"the KV connector {self._name} did not reset its cache, which has KV of the old weights", "try again"
+            )
 
     def sends(self) -> bool:
         """Return whether the connector has transfers that go on when all requests have ended."""

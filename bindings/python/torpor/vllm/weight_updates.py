@@ -163,7 +163,11 @@ class Updates:
         tags = options.get("tags")
         if tags and not asleep <= set(tags):
             return
-        raise WrongState(self._open, "load them in updating_weights() first")
+        next_step = "load them in updating_weights() first"
+        if "weights" in asleep:
+            again = "" if "kv_cache" in asleep else 'sleep(tags=["kv_cache"], preserve_state=True), then '
+            next_step = f'call {again}wake_up(tags=["weights"]), and load them in updating_weights()'
+        raise WrongState(self._open, next_step)
 
 
 def note_weights_maybe_written(core, method) -> None:
