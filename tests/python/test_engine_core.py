@@ -136,6 +136,7 @@ def of_two(core):
 
     executor = core.model_executor = MultiprocExecutor.__new__(MultiprocExecutor)
     executor.is_failed, executor.futures_queue = False, deque()
+    executor.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(enable_fault_tolerance=False))  # since 0.33
     executor.rpc_broadcast_mq = SimpleNamespace(enqueue=enqueue)
     executor.response_mqs = [worker.worker_response_mq for worker in workers]
     engine_core.adopt(core)
