@@ -141,8 +141,10 @@ TEST_F(StoredImagesTest, AreGoneAndNotDamagedIfAnotherEngineTakesThemMeanwhile) 
   for (int at = 1; !to_the_end; ++at) {
     const std::string path = stored("a");
     int calls = 0;
+    bool taken_by_other = false;
     const auto files = make_watched_file_system(linux_file_system(), [&](const char*, const std::string&) -> Status {
       if (++calls != at || !boost::filesystem::exists(path + "/g-000001")) return ok();
+      taken_by_other = true;
       boost::filesystem::remove(path + "/LOCK");
       ImageEngine other(linux_file_system(), "");
       EXPECT_SUCCEEDS(other.open(path));
@@ -153,6 +155,7 @@ TEST_F(StoredImagesTest, AreGoneAndNotDamagedIfAnotherEngineTakesThemMeanwhile) 
     const Result<const RequestImages::Image*> opened = reader.open(path);
     const Status taken = opened ? reader.stored.take("a") : ok();
     to_the_end = opened && taken;
+    EXPECT_NE(to_the_end, taken_by_other) << "at call " << at;
     if (!opened) {
       EXPECT_FAILS(opened, Code::kNotFound, "there is no image") << "at call " << at;
       EXPECT_EQ(reader.used(), 0u);
