@@ -63,8 +63,8 @@ class HeldImage {
     return result ? std::move(result) : Result<T>(meaning_of(std::move(result).error()));
   }
   // Take the image: no other engine can have it any more, and its files are removed. kNotFound: another engine has
-  // taken it. kUnavailable: more of its requests have ended() since it was held; then it is there as before. kIo, with
-  // the place in its text: so they have, and the image lies hidden, as it could not be renamed back.
+  // taken it. kUnavailable: more of its requests have ended() since it was held; then it is there as before. kIo: more
+  // have ended or that cannot be read, and the image could not be renamed back; the text says where it lies.
   Status take();
 
  private:

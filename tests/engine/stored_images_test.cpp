@@ -213,6 +213,22 @@ TEST_F(StoredImagesTest, GoWithTheirLastRequestAndNoteThoseThatEndBefore) {
   EXPECT_FALSE(engine_.stored.release("r2"));
 }
 
+// Whoever made the note may have failed to make it durable.
+TEST_F(StoredImagesTest, ANoteThatIsThereIsMadeDurableAgain) {
+  const std::string path = stored("a");
+  const SealId id = value_of(HeldImage::hold(linux_file_system(), path, nullptr)).checkpoint().manifest().id;
+  int synced = 0;
+  const auto files = make_watched_file_system(linux_file_system(), [&](std::string_view call, const std::string& name) {
+    synced += call == "sync" && name.ends_with("g-000001") ? 1 : 0;
+    return ok();
+  });
+  ImageStore store(*files, directory_.path(), {});
+  for (const int syncs : {1, 2}) {
+    ASSERT_SUCCEEDS(store.note_ended("a", id, 0));
+    EXPECT_EQ(synced, syncs);
+  }
+}
+
 // The position of a request that ends on disk is that among those that were saved.
 TEST_F(StoredImagesTest, ForgetWhatEndedBeforeTheyWereStored) {
   ASSERT_SUCCEEDS(engine_.extract("a"));

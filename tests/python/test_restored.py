@@ -190,15 +190,27 @@ def test_cached_tokens_of_a_prompt_that_slept_half_computed_are_counted(one):
     assert cached(sleep=True) == cached(sleep=False) > 0
 
 
-def test_an_engine_whose_log_probabilities_are_others_restores_no_request(one, monkeypatch):
+@pytest.mark.parametrize(
+    ("config", "field", "value", "named"),
+    [
+        ("model_config", "logprobs_mode", "processed_logits", "logprobs_mode"),
+        (
+            "structured_outputs_config",
+            "reasoning_parser",
+            "qwen3",
+            "reasoning_parser: checkpoint has nothing, this engine has qwen3",
+        ),
+    ],
+)
+def test_an_engine_with_another_setting_restores_no_request(one, monkeypatch, config, field, value, named):
     one.begin(3, ["greedy"])
     path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
     one.llm.wake_up()
     run(one.engine)
     one.llm.reset_prefix_cache()
     with monkeypatch.context() as patch:
-        patch.setattr(one.core.vllm_config.model_config, "logprobs_mode", "processed_logits")
-        with pytest.raises(Incompatible, match="logprobs_mode"):
+        patch.setattr(getattr(one.core.vllm_config, config), field, value)
+        with pytest.raises(Incompatible, match=named):
             one.llm.wake_up(from_checkpoint=path)
     assert one.llm.wake_up(from_checkpoint=path).requests == 1
     run(one.engine)
@@ -259,20 +271,6 @@ def test_where_a_grammar_and_a_thinking_budget_begin_is_part_of_the_fingerprint(
     monkeypatch.setattr(config, "structured_outputs_config", StructuredOutputsConfig(**structured))
     monkeypatch.setattr(config, "reasoning_config", reasoning)
     assert fields() == by_default | named
-
-
-def test_an_engine_with_another_reasoning_parser_restores_no_request(one, monkeypatch):
-    one.begin(3, ["greedy"])
-    path = one.llm.sleep(level=1, preserve_state=True, to="disk").checkpoint
-    one.llm.wake_up()
-    run(one.engine)
-    one.llm.reset_prefix_cache()
-    with monkeypatch.context() as patch:
-        patch.setattr(one.core.vllm_config.structured_outputs_config, "reasoning_parser", "qwen3")
-        with pytest.raises(Incompatible, match="reasoning_parser: checkpoint has nothing, this engine has qwen3"):
-            one.llm.wake_up(from_checkpoint=path)
-    assert one.llm.wake_up(from_checkpoint=path).requests == 1
-    run(one.engine)
 
 
 def test_a_request_with_a_thinking_budget_fails_alone_in_an_engine_without_reasoning(one, monkeypatch):

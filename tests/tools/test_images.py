@@ -216,6 +216,19 @@ def test_what_says_wrongly_from_whom_a_request_was_forked_is_named_beside_the_re
     assert "is no list of forks" in text and "plan-a-1-b-0" in text
 
 
+def test_a_damaged_image_is_not_repaired_and_verify_does_not_advise_it(copy):
+    before = sorted(path.name for path in (copy / "best").rglob("*"))
+    state = copy / "best/g-000001/STATE"
+    flip(state, state.stat().st_size // 2)
+    verified = inspector("verify", copy / "best")
+    assert verified.returncode == 1 and "remove the image's directory" in verified.stdout
+    assert "torpor repair" not in verified.stdout
+    refused = inspector("repair", copy / "best")
+    assert refused.returncode != 0 and "is an image of hibernated requests" in refused.stderr
+    assert "send its requests again" in refused.stderr
+    assert sorted(path.name for path in (copy / "best").rglob("*")) == before
+
+
 def test_diff_of_an_image_and_a_checkpoint_or_nothing():
     found = as_json("diff", IMAGES / "best", ROOT / "examples/checkpoints/g-000001", code=6)
     assert found["kinds"] == ["image", "checkpoint"] and found["pairs"] == [] and len(found["removed"]) == 2

@@ -96,7 +96,7 @@ int main(int argc, char** argv) {
   for (const auto& [code, meaning] : torpor::cli::exit_codes())
     codes += fmt::format("\n  {} {}", static_cast<int>(code), meaning);
   app.footer(codes);
-  // Of each verb: the library sets options from the environment in all of them, also in those that were not called.
+  // Each verb has its own: CLI11 sets options from environment variables also in verbs that were not called.
   struct Given {
     torpor::cli::Arguments arguments;
     std::string key_file;

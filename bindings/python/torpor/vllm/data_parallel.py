@@ -352,7 +352,7 @@ def _all(replies: list) -> list:
 
 
 async def _withdraw(written: _core.CheckpointSet | None) -> list[str]:
-    """Return what may be left of it, which is a whole checkpoint."""
+    """Remove a committed set, if there is one. Return, in words, what may be left of it: a whole checkpoint."""
     if written is None:
         return []
     try:
